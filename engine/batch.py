@@ -1,0 +1,29 @@
+"""What every layer may read of the step being computed."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's tokens packed flat, sequence after sequence, with no padding between them.
+
+    Sequences with exactly one query token come first: `num_decodes` of them.
+    """
+
+    token_ids: torch.Tensor
+    """[num_tokens] int64."""
+    positions: torch.Tensor
+    """[num_tokens] int64, each token's place in its sequence."""
+    slots: torch.Tensor
+    """[num_tokens] int64: block_id * block_size + offset, where each token's KV goes."""
+    query_start_loc: list[int]
+    """[num_seqs + 1], host: sequence i's queries are rows query_start_loc[i] .. query_start_loc[i + 1]."""
+    seq_lens: list[int]
+    """[num_seqs], host: KV length of each sequence after this step."""
+    block_tables: list[list[int]]
+    """[num_seqs], host: each at least ceil(seq_len / block_size) long."""
+    num_decodes: int
+    sample_rows: torch.Tensor
+    """[num_samples] int64: the rows whose logits are wanted, in the plan's order."""

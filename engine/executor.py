@@ -1,0 +1,60 @@
+"""The one interface between the loop and whatever computes a step: the CPU runner, a GPU's, a script in the tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.plan import StepPlan, StepTokens
+from streamkv.protocol import ModelFacts
+
+ReportProgress = Callable[[str, float], None]
+"""Called with (stage, percent 0..100) while an executor loads; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLimits:
+    """What turned out to fit, once the model is loaded."""
+
+    num_blocks: int
+    """Blocks in the pool, block 0 (never handed out) included."""
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+
+class Launch(Protocol):
+    """A step on its way."""
+
+    plan: StepPlan
+
+    @property
+    def is_done(self) -> bool:
+        """Whether collect would return at once. Never blocks."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes steps in the order of their launch.
+
+    `load` runs on a thread of its own, everything else on the loop's. A fault in a step is raised by `collect`:
+    the engine then ends, and the supervisor starts a new one.
+    """
+
+    max_in_flight: int
+    """How many launched steps may be uncollected: 1 waits for the tokens before the next plan, 2 overlaps."""
+
+    def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
+        """Load the model, size and allocate the KV pool, warm up. Called once, before all else."""
+        ...
+
+    def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
+        """Start a step and return at once. `on_done` is called, from any thread, when collect would not block."""
+        ...
+
+    def collect(self, launch: Launch) -> StepTokens:
+        """The sampled tokens of the oldest launch. Blocks until it is done. Raises whatever the step raised."""
+        ...
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""
+        ...

@@ -1,0 +1,65 @@
+"""What the scheduler hands to the executor, and what comes back. Plain data, no tensor, no behaviour."""
+
+from dataclasses import dataclass, field
+
+from streamkv.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """Facts that the executor keeps of a sequence from its first step to the plan that names it finished."""
+
+    sequence_id: int
+    """Unique in this engine's life."""
+    choice: int
+    sampling: SamplingParams
+    num_prompt: int
+    """Tokens before the first generated one, for min_tokens: a sampled token at position p is output p - num_prompt."""
+    eos_token_ids: tuple[int, ...]
+    """Empty under ignore_eos. Banned, with the stop ids, until min_tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step: compute tokens [start, start + num_tokens) and perhaps sample the next."""
+
+    sequence_id: int
+    start: int
+    num_tokens: int
+    is_prefill: bool
+    samples: bool
+    """The last of these tokens is the sequence's last known one, so the step samples position start + num_tokens."""
+    token_ids: list[int]
+    """The num_tokens input ids. Empty: the single input is the token that the step before sampled for this
+    sequence and that has not reached the host (only with an executor that runs more than one step at once)."""
+    new_block_ids: list[int]
+    """To append to the executor's copy of the block table."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The executor applies it in this order: finished and preempted sequences are forgotten or lose their
+    block table, new ones are learnt, blocks are copied, then the scheduled tokens are computed."""
+
+    step: int
+    scheduled: list[ScheduledSequence]
+    """Decodes first, then prefills."""
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    finished_sequence_ids: list[int] = field(default_factory=list)
+    """Ended since the last plan; their ids never come again."""
+    preempted_sequence_ids: list[int] = field(default_factory=list)
+    """Lost their blocks since the last plan: clear the block table, keep the rest."""
+    readmitted_sequence_ids: list[int] = field(default_factory=list)
+    """Preempted before, scheduled again in this step."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination): copy-on-write, before anything of this step is written."""
+    total_num_scheduled_tokens: int = 0
+    num_prefill_requests: int = 0
+    num_decode_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a collected step sampled: one id for each scheduled entry with `samples`, in the plan's order."""
+
+    token_ids: list[int]

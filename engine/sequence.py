@@ -1,0 +1,100 @@
+"""All that the engine knows of one request and of its sequences."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from streamkv.sampling import SamplingParams
+
+
+class SequenceState(Enum):
+    WAITING = auto()
+    """Holds no blocks: not begun, or preempted."""
+    RUNNING = auto()
+    """Holds blocks; steps compute it."""
+    PAUSED = auto()
+    """Its reader is slow; may hold blocks, and loses them first under pressure."""
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request: its tokens and where their KV lies.
+
+    `token_ids` are the tokens known on the host, prompt first. A sequence whose newest token is still on the
+    device has num_pending > 0. Blocks belong to the block manager; block_table is its record of them.
+    """
+
+    sequence_id: int
+    request: "Request"
+    choice: int
+    token_ids: list[int]
+    num_prompt: int
+    """Tokens of the prompt, without those of a continuation: output starts here."""
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Tokens whose KV is written, or will be when the launched steps are done."""
+    num_pending: int = 0
+    """Tokens sampled by launched, uncollected steps."""
+    num_in_flight: int = 0
+    """Launched, uncollected steps that touch this sequence: its blocks stay while it is over 0."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_published: int = 0
+    """Generated tokens that went to the publisher, those of a continuation included."""
+    finish_reason: str = ""
+    finish_cause: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, the pending ones included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is SequenceState.FINISHED
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What one Submit asked for. Identity: (gateway_id, request_id) on the wire, stream_id everywhere."""
+
+    request_id: int
+    gateway_id: bytes
+    stream_id: bytes
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    arrival_s: float
+    """On the scheduler's clock."""
+    priority: int = 0
+    deadline_at_s: float = float("inf")
+    """On the scheduler's clock."""
+    tenant: str = ""
+    cache_salt: str = ""
+    label: str = ""
+    gateway_state: bytes = b""
+    attach_grace_s: float = 0.0
+    is_paused: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
+    first_scheduled_s: float = 0.0
+    first_token_s: float = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one collected step, or an abort, means for one sequence: new tokens, and perhaps its end."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    finish_reason: str = ""
+    """Empty while it goes on."""
+    cause: str = ""
+    stop_token_id: int = -1

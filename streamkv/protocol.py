@@ -1,0 +1,309 @@
+"""Every message of the wire between gateway and engine, and its bytes.
+
+One message is one ZeroMQ frame: a msgpack array whose first element is the message's tag. The structs are
+positional, so a field may only be added at the end, with a default, and never moved or reused; anything else
+takes a new WIRE_VERSION. Token ids travel as packed little-endian int32 (`pack_ids`, `unpack_ids`).
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from streamkv.errors import WireDecodeError
+from streamkv.sampling import SamplingParams
+
+WIRE_VERSION: Final = 1
+STREAM_ID_BYTES: Final = 16
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids → packed little-endian int32. Raises OverflowError for an id outside int32."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """Packed little-endian int32 → token ids. Raises WireDecodeError for a length that is no multiple of 4."""
+    if len(data) % 4:
+        raise WireDecodeError(f"packed ids must come in groups of 4 bytes, got {len(data)} bytes")
+    ids = array("i")
+    ids.frombytes(data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
+
+
+# Gateway → engine
+
+
+class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """First message of a gateway, and again after every reconnect. Answered by Loading or Ready, or by WireError
+    code `wire_version` when the two sides do not speak the same one."""
+
+    wire_version: int
+    gateway_id: bytes
+    """16 random bytes, new at every gateway start; also the socket's routing id."""
+
+
+class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """Either way: the sender lives. From a gateway it acknowledges every StepOutput up to `last_step`; from the
+    engine it tells the supervisor whether it makes progress."""
+
+    last_step: int
+    """Gateway: number of the newest StepOutput taken in. Engine: number of the newest finished step."""
+    epoch: int = 0
+    """Engine: as in Ready. Gateway: the epoch that last_step belongs to (others are ignored)."""
+    has_work: bool = False
+    """Engine: something could run now, or is running."""
+    step_age_s: float = 0.0
+    """Engine: seconds since a step finished while there was work."""
+    expected_step_s: float = 0.0
+    """Engine: how long the running step should take; 0 when unknown."""
+
+
+class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Start a request. Answered by the tokens of its steps and one Finished per choice, or by Rejected."""
+
+    request_id: int
+    """The gateway's number for it, unused among its live ones, 0 .. 2**31 - 1."""
+    stream_id: bytes
+    """128 random bits; names the request across gateways and restarts."""
+    prompt_token_ids: bytes
+    sampling: SamplingParams
+    gateway_state: bytes = b""
+    """Opaque; Attach gives it back. Whatever a gateway needs to go on with this stream."""
+    prior_token_ids: list[bytes] = []
+    """Continuation: the tokens that each choice has already generated, counted against max_tokens."""
+    finished_choices: list[int] = []
+    """Continuation: choices that have ended already and are not run again."""
+    priority: int = 0
+    """Lower runs first, as in vLLM."""
+    deadline_s: float = 0.0
+    """Abort with cause `deadline` this long after arrival; 0: none."""
+    attach_grace_s: float = 0.0
+    """How long the stream lives on, or is kept after its end, without a gateway; 0: not re-attachable."""
+    tenant: str = ""
+    """Whose share of the device this uses; empty: the shared anonymous one."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only within one salt."""
+    label: str = ""
+    """The client's own request id, for log lines."""
+
+
+class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
+    """Stop a request and free its blocks. Answered by Finished with reason `abort`; for an unknown id, too."""
+
+    request_id: int
+    cause: str = "cancelled"
+    """Counted in the metrics: cancelled, disconnected, stop_string, timeout, gateway_lost …"""
+
+
+class Pause(msgspec.Struct, tag=5, array_like=True, frozen=True):
+    """Deschedule a request: its reader is slow. Its blocks may be preempted. Unknown ids are ignored."""
+
+    request_id: int
+
+
+class Resume(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Schedule a paused request again. Unknown ids are ignored."""
+
+    request_id: int
+
+
+class Attach(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """Take up a live or recently ended stream, from any gateway. Answered by Attached, then by its further tokens
+    under this request_id; or by Rejected code `unknown_stream`."""
+
+    request_id: int
+    stream_id: bytes
+    from_token: int = 0
+    """Send each choice's generated tokens from this one on."""
+
+
+class GetStats(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Ask for the engine's figures. Answered by Stats."""
+
+    query_id: int
+
+
+class Drain(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Take no new work; exit when the live streams have ended or after `limit_s`."""
+
+    limit_s: float
+
+
+# Engine → gateway
+
+
+class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
+    """What a gateway must know of the model to check a request before it is sent."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output together."""
+    eos_token_ids: list[int]
+    dtype: str = ""
+    device: str = ""
+    num_parameters: int = 0
+
+
+class Ready(msgspec.Struct, tag=32, array_like=True, frozen=True):
+    """The engine takes work. Sent to every gateway that has said Hello, once the model is loaded."""
+
+    wire_version: int
+    epoch: int
+    """Random, new at every engine start: with another one, all requests of the old are gone."""
+    model: ModelFacts
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Loading(msgspec.Struct, tag=33, array_like=True, frozen=True):
+    """The engine is alive but not ready."""
+
+    stage: str
+    """For people: `loading weights`, `warming up` …"""
+    percent: float
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True):
+    """The one terminal entry of a choice; its tokens came before it or in the same StepOutput."""
+
+    request_id: int
+    choice: int
+    finish_reason: str
+    """stop, length, abort, error."""
+    cause: str = ""
+    """stop: eos or stop_id. abort: as in Abort, or deadline, drain. error: what went wrong, for people."""
+    stop_token_id: int = -1
+    """The end-of-sequence or stop id that ended it, which is the choice's last token; -1: none."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found, not computed."""
+    num_preemptions: int = 0
+
+
+class StepOutput(msgspec.Struct, tag=34, array_like=True, frozen=True):
+    """All that one step produced for one gateway. A row is one choice with at least one new token.
+
+    For the common step (one token a row, one choice a request) a row costs 8 bytes.
+    """
+
+    step: int
+    """Counts up within an epoch; a gateway may miss numbers, in which nothing was for it."""
+    request_ids: bytes
+    """int32 per row."""
+    token_ids: bytes
+    """int32, the new tokens of all rows, row after row."""
+    num_tokens: bytes = b""
+    """int32 per row; empty: one each."""
+    choices: bytes = b""
+    """int32 per row; empty: all 0."""
+    finished: list[Finished] = []
+
+
+class Rejected(msgspec.Struct, tag=35, array_like=True, frozen=True):
+    """A Submit or Attach was not accepted; the request does not exist."""
+
+    request_id: int
+    code: str
+    """invalid, overloaded, draining, unknown_stream, duplicate."""
+    message: str
+    field: str = ""
+    """For `invalid`: which field broke a rule."""
+    retry_after_s: float = 0.0
+
+
+class Attached(msgspec.Struct, tag=36, array_like=True, frozen=True):
+    """The answer to Attach: what is needed to go on with the stream. Further tokens follow in StepOutputs."""
+
+    request_id: int
+    stream_id: bytes
+    gateway_state: bytes
+    prompt_token_ids: bytes
+    from_token: int
+    token_ids: list[bytes]
+    """Per choice, the generated tokens from from_token on."""
+    finished: list[Finished] = []
+    """The choices that have ended already."""
+
+
+class Histogram(msgspec.Struct, array_like=True, frozen=True):
+    """A cumulative-free histogram: counts[i] values were ≤ bounds[i], and over bounds[i - 1]; counts[-1] the rest."""
+
+    bounds: list[float]
+    counts: list[int]
+    total: float
+
+
+class Stats(msgspec.Struct, tag=37, array_like=True, frozen=True):
+    """The engine's figures, by metric name without the `streamkv_` prefix."""
+
+    query_id: int
+    gauges: dict[str, float]
+    counters: dict[str, float]
+    histograms: dict[str, Histogram] = {}
+
+
+class WireError(msgspec.Struct, tag=38, array_like=True, frozen=True):
+    """A message was dropped, and why. Codes: undecodable, wire_version, hello_first, not_ready."""
+
+    code: str
+    message: str
+    request_id: int = -1
+    """The request that the dropped message was about, where that is known."""
+
+
+GatewayMessage = Hello | Heartbeat | Submit | Abort | Pause | Resume | Attach | GetStats | Drain
+EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Heartbeat | WireError
+
+_encoder = msgspec.msgpack.Encoder()
+_gateway_decoder: msgspec.msgpack.Decoder[GatewayMessage] = msgspec.msgpack.Decoder(GatewayMessage)
+_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def encode(message: GatewayMessage | EngineMessage) -> bytes:
+    """A message's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_from_gateway(frame: bytes | memoryview) -> GatewayMessage:
+    """What the engine receives. Raises WireDecodeError."""
+    try:
+        return _gateway_decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireDecodeError(f"not a message of wire version {WIRE_VERSION}: {error}") from error
+
+
+def decode_from_engine(frame: bytes | memoryview) -> EngineMessage:
+    """What a gateway receives. Raises WireDecodeError."""
+    try:
+        return _engine_decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireDecodeError(f"not a message of wire version {WIRE_VERSION}: {error}") from error
+
+
+def pack_rows(rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finished: list[Finished]) -> StepOutput:
+    """Rows of (request_id, choice, new token ids) → StepOutput in its shortest form."""
+    ids = array("i")
+    for _, _, tokens in rows:
+        ids.extend(tokens)
+    one_each = len(ids) == len(rows)
+    no_choices = not any(choice for _, choice, _ in rows)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return StepOutput(
+        step=step,
+        request_ids=pack_ids(request_id for request_id, _, _ in rows),
+        token_ids=ids.tobytes(),
+        num_tokens=b"" if one_each else pack_ids(len(tokens) for _, _, tokens in rows),
+        choices=b"" if no_choices else pack_ids(choice for _, choice, _ in rows),
+        finished=finished,
+    )

@@ -1,0 +1,74 @@
+"""How the next token is chosen, and the one rule for each of its fields."""
+
+import math
+
+import msgspec
+
+from streamkv.errors import InvalidField
+
+MAX_SEED = 2**64 - 1
+MAX_STOP_TOKEN_IDS = 128
+MAX_CHOICES = 128
+
+
+def _check_range(field: str, value: float, low: float, high: float, hint: str = "") -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidField(field, f"must be between {low:g} and {high:g}, got {value!r}{hint}")
+
+
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
+    """What a request asks of the sampler; part of the wire's Submit, so fields may only be added at the end.
+
+    Every draw depends on (seed, choice index, position) alone, so a request with a seed gives the same
+    tokens in any batch, after a preemption and after a restart.
+    Raises InvalidField on construction (msgspec turns that into its ValidationError when decoding).
+    """
+
+    seed: int
+    """0 .. 2**64 - 1; a request without one gets a random one when it is submitted."""
+    max_tokens: int
+    """At least 1: how many tokens each choice may generate."""
+    min_tokens: int = 0
+    """End-of-sequence and stop ids are not sampled before this many tokens."""
+    n: int = 1
+    """Choices per prompt, 1 .. 128."""
+    temperature: float = 1.0
+    """0 .. 2; 0 is greedy: the token with the highest logit, the lowest id on a tie."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches p, 0 < p <= 1."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest, 0 .. 1."""
+    stop_token_ids: list[int] = []
+    """Ids that end a choice with reason `stop`, as end-of-sequence does; at most 128."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids and feed them back like any token."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InvalidField("seed", f"must be between 0 and 2**64 - 1, got {self.seed}")
+        if self.max_tokens < 1:
+            raise InvalidField("max_tokens", f"must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InvalidField(
+                "min_tokens", f"must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise InvalidField("n", f"must be between 1 and {MAX_CHOICES}, got {self.n}")
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        if self.top_k < -1:
+            raise InvalidField("top_k", f"must be -1 or 0 (both keep all) or at least 1, got {self.top_k}")
+        if not (0.0 < self.top_p <= 1.0):
+            raise InvalidField("top_p", f"must be over 0 and at most 1, got {self.top_p!r}")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidField(
+                "stop_token_ids", f"takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}"
+            )
+        if any(token_id < 0 for token_id in self.stop_token_ids):
+            raise InvalidField("stop_token_ids", f"ids must not be negative, got {min(self.stop_token_ids)}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
