@@ -1,6 +1,6 @@
 """What every layer may read of the step being computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,3 +27,5 @@ class ForwardBatch:
     num_decodes: int
     sample_rows: torch.Tensor
     """[num_samples] int64: the rows whose logits are wanted, in the plan's order."""
+    prepared: dict[tuple[object, ...], object] = field(default_factory=dict)
+    """What a layer works out from the fields above once a step, for all layers of its kind, by a name of its own."""

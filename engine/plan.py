@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from streamkv.sampling import SamplingParams
 
 
@@ -19,9 +21,11 @@ class NewSequence:
     """Empty under ignore_eos. Banned, with the stop ids, until min_tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's part of a step: compute tokens [start, start + num_tokens) and perhaps sample the next."""
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's part of a step: compute tokens [start, start + num_tokens) and perhaps sample the next.
+
+    A struct and no dataclass because hundreds are made per step: it takes a tenth of the time.
+    """
 
     sequence_id: int
     start: int
@@ -33,7 +37,8 @@ class ScheduledSequence:
     """The num_tokens input ids. Empty: the single input is the token that the step before sampled for this
     sequence and that has not reached the host (only with an executor that runs more than one step at once)."""
     new_block_ids: list[int]
-    """To append to the executor's copy of the block table."""
+    """To append to the executor's copy of the block table. For a sequence that the plan names new or readmitted:
+    the whole table, which may start with blocks that it shares with another choice of its request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from streamkv.sampling import SamplingParams
 
 
 class SequenceState(Enum):
     WAITING = auto()
-    """Holds no blocks: not begun, or preempted."""
+    """Not begun, or preempted: holds no blocks. Or resumed and not yet running again: may hold some."""
     RUNNING = auto()
     """Holds blocks; steps compute it."""
     PAUSED = auto()
@@ -30,6 +32,12 @@ class Sequence:
     token_ids: list[int]
     num_prompt: int
     """Tokens of the prompt, without those of a continuation: output starts here."""
+    max_len: int
+    """With this many tokens it ends with `length`."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end it: the model's end-of-sequence ids unless they are ignored, and the request's stop ids."""
+    rank: tuple[int, float, int] = (0, 0.0, 0)
+    """(priority, arrival_s, sequence_id): who is highest runs first and is preempted last."""
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -38,8 +46,16 @@ class Sequence:
     """Tokens sampled by launched, uncollected steps."""
     num_in_flight: int = 0
     """Launched, uncollected steps that touch this sequence: its blocks stay while it is over 0."""
+    is_known: bool = False
+    """The executor has been told of it."""
+    is_prefilling: bool = False
+    """Runs, and has not come to its first sampled token since it was admitted."""
+    must_progress: bool = False
+    """Readmitted after a preemption, and no token sampled since: not a victim again."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_recompute: int = 0
+    """Tokens that were computed when it was last preempted."""
     num_published: int = 0
     """Generated tokens that went to the publisher, those of a continuation included."""
     finish_reason: str = ""
@@ -78,6 +94,10 @@ class Request:
     label: str = ""
     gateway_state: bytes = b""
     attach_grace_s: float = 0.0
+    prior_token_ids: list[list[int]] = field(default_factory=list)
+    """Continuation: the tokens that each choice has generated before; they count against max_tokens."""
+    finished_choices: list[int] = field(default_factory=list)
+    """Continuation: choices that ended before and are not run again."""
     is_paused: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     first_scheduled_s: float = 0.0
@@ -88,8 +108,7 @@ class Request:
         return all(sequence.is_finished for sequence in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """What one collected step, or an abort, means for one sequence: new tokens, and perhaps its end."""
 
     sequence: Sequence

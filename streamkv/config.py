@@ -1,105 +1,166 @@
-"""What can be set, its default and its range: by flag, STREAMKV_ variable or TOML file.
+"""The settings of both processes, and where their values come from.
 
-Every field of the two structs is a setting. Its flag is --field-name, its variable STREAMKV_FIELD_NAME, its key
-in the file field_name. Precedence: flag, variable, file, default.
+Every field is a setting, declared once: its default, its group and words for help, its range. Its flag is
+--field-name, its variable STREAMKV_FIELD_NAME, its key in the TOML file field_name. Precedence: flag, variable,
+file, default. The file is named by --config or STREAMKV_CONFIG; keys at its top hold for both processes, those in
+[engine] and [gateway] for one of them.
 """
 
-from typing import Annotated, Literal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Literal, NoReturn, TypeVar
 
 import msgspec
-from msgspec import Meta
+
+from streamkv.errors import ConfigError
+from streamkv.settings import Kind, Rule, check, choose, settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+MODEL, WIRE, MEMORY, SCHEDULING, HTTP, STREAMS, OTHER = (
+    "Model",
+    "Between gateway and engine",
+    "KV memory",
+    "Scheduling",
+    "HTTP server",
+    "Streams and time limits",
+    "Other",
+)
+MIB: Final = 1024 * 1024
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the engine process. What is measured at start (blocks that fit) is in executor.DeviceLimits."""
+    """Settings of the engine process. What is measured at start (blocks that fit) is in executor.DeviceLimits.
+
+    Raises ConfigError on construction, as GatewayConfig does.
+    """
 
     model: Annotated[
         str,
-        Meta(
-            description="local folder (safetensors), .gguf file or Hugging Face id; 'default' is the built-in SmolLM2-135M-Instruct"
+        Rule(
+            MODEL,
+            "local folder (safetensors), .gguf file or Hugging Face id; default: the built-in SmolLM2-135M-Instruct",
         ),
     ] = "default"
-    served_model_name: Annotated[str, Meta(description="name that clients see; empty: taken from the model")] = ""
-    endpoint: Annotated[
-        str, Meta(description="ZeroMQ address of the engine; empty: an ipc socket in a folder of this user")
-    ] = ""
-    curve_secret_key_file: Annotated[
-        str, Meta(description="file with this side's CURVE secret key; needed for tcp beyond loopback")
-    ] = ""
-    device: Annotated[Literal["auto", "cpu"], Meta(description="where the model runs")] = "auto"
-    dtype: Annotated[Dtype, Meta(description="type of weights and activations")] = "auto"
-    threads: Annotated[int, Meta(ge=0, le=1024, description="CPU threads for the model; 0: one per core")] = 0
-    block_size: Annotated[int, Meta(ge=1, le=256, description="tokens per KV block")] = 16
-    kv_cache_memory_gib: Annotated[float, Meta(gt=0, le=4096, description="KV memory on a CPU, GiB")] = 1.0
+    served_model_name: Annotated[str, Rule(MODEL, "name that clients see; empty: taken from the model")] = ""
+    device: Annotated[Literal["auto", "cpu"], Rule(MODEL, "where the model runs")] = "auto"
+    dtype: Annotated[Dtype, Rule(MODEL, "type of weights and activations")] = "auto"
+    threads: Annotated[int, Rule(MODEL, "CPU threads for the model; 0: one per core", ge=0, le=1024)] = 0
     max_model_len: Annotated[
         int,
-        Meta(ge=0, le=16_777_216, description="most tokens of one sequence; 0: from the model, less if memory says so"),
+        Rule(
+            MODEL,
+            "most tokens of one sequence, prompt and answer; 0: from the model, less if memory says so",
+            ge=0,
+            le=16_777_216,
+        ),
     ] = 0
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="sequences that run at once")] = 256
+    kv_cache_memory_gib: Annotated[float, Rule(MEMORY, "KV memory on a CPU, GiB", gt=0, le=4096)] = 1.0
+    block_size: Annotated[int, Rule(MEMORY, "tokens per KV block", ge=1, le=256)] = 16
+    max_num_seqs: Annotated[int, Rule(SCHEDULING, "sequences that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=0, le=1_048_576, description="tokens of one step; 0: chosen for the device")
+        int, Rule(SCHEDULING, "tokens of one step; 0: chosen for the device", ge=0, le=1_048_576)
     ] = 0
     max_prefill_tokens: Annotated[
-        int, Meta(ge=0, le=1_048_576, description="largest chunk of one prompt in a step; 0: max_num_batched_tokens")
+        int,
+        Rule(SCHEDULING, "largest chunk of one prompt in a step; 0: as max_num_batched_tokens", ge=0, le=1_048_576),
     ] = 0
     max_num_partial_prefills: Annotated[
-        int, Meta(ge=1, le=65536, description="prompts that are computed in part at once")
+        int, Rule(SCHEDULING, "prompts that are computed in part at once", ge=1, le=65536)
     ] = 4
-    enable_chunked_prefill: Annotated[bool, Meta(description="split long prompts over steps")] = True
+    enable_chunked_prefill: Annotated[bool, Rule(SCHEDULING, "split long prompts over steps")] = True
     max_queue: Annotated[
-        int, Meta(ge=1, le=1_000_000, description="requests that may wait; beyond it new ones are refused with 503")
+        int, Rule(SCHEDULING, "requests that may wait; beyond it new ones are refused with 503", ge=1, le=1_000_000)
     ] = 1024
-    gateway_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="a gateway silent for this long is gone")] = (
-        15.0
-    )
-    heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="seconds between heartbeats")] = 1.0
+    endpoint: Annotated[
+        str, Rule(WIRE, "ZeroMQ address of the engine; empty: an ipc socket in a folder of this user")
+    ] = ""
+    curve_secret_key_file: Annotated[
+        str,
+        Rule(
+            WIRE,
+            "file with this side's CURVE secret key, made by `streamkv keygen FILE`; needed for tcp beyond loopback",
+        ),
+    ] = ""
+    heartbeat_s: Annotated[float, Rule(WIRE, "seconds between heartbeats", gt=0, le=60)] = 1.0
+    gateway_timeout_s: Annotated[float, Rule(WIRE, "a gateway silent for this long is gone", gt=0, le=3600)] = 15.0
     max_unacked_bytes: Annotated[
         int,
-        Meta(
-            ge=4096, le=2**40, description="output that one gateway may leave unacknowledged before its sequences pause"
-        ),
-    ] = 8 * 1024 * 1024
+        Rule(WIRE, "output that one gateway may leave unacknowledged before its sequences pause", ge=4096, le=2**40),
+    ] = 8 * MIB
     max_attach_grace_s: Annotated[
-        float, Meta(ge=0, le=86400, description="longest grace period of a re-attachable stream")
+        float, Rule(STREAMS, "longest grace period of a re-attachable stream", ge=0, le=86400)
     ] = 300.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
-    ] = "info"
+    log_level: Annotated[LogLevel, Rule(OTHER, "least severe line that is logged")] = "info"
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the gateway process."""
 
-    model: Annotated[str, Meta(description="as the engine's: the gateway takes the tokenizer from it")] = "default"
-    served_model_name: Annotated[str, Meta(description="name that clients see; empty: taken from the model")] = ""
-    endpoint: Annotated[
-        str, Meta(description="ZeroMQ address of the engine; empty: an ipc socket in a folder of this user")
-    ] = ""
-    curve_secret_key_file: Annotated[str, Meta(description="file with this side's CURVE secret key")] = ""
-    curve_server_key: Annotated[str, Meta(description="the engine's public CURVE key (40 characters)")] = ""
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
-    chat_template: Annotated[str, Meta(description="file with a Jinja chat template instead of the model's")] = ""
+    model: Annotated[str, Rule(MODEL, "as the engine's: the gateway takes the tokenizer from it")] = "default"
+    served_model_name: Annotated[str, Rule(MODEL, "name that clients see; empty: taken from the model")] = ""
+    chat_template: Annotated[str, Rule(MODEL, "file with a Jinja chat template instead of the model's")] = ""
+    host: Annotated[str, Rule(HTTP, "address to listen on; 0.0.0.0: all")] = "127.0.0.1"
+    port: Annotated[int, Rule(HTTP, "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    max_body_bytes: Annotated[int, Rule(HTTP, "largest request body", ge=1024, le=2**31 - 1)] = 8 * MIB
     startup_wait_s: Annotated[
-        float, Meta(ge=0, le=86400, description="how long a request waits for the engine to be ready before 503")
+        float, Rule(STREAMS, "how long a request waits for the engine to be ready before 503", ge=0, le=86400)
     ] = 30.0
-    request_timeout_s: Annotated[float, Meta(gt=0, le=86400, description="a request that takes longer is aborted")] = (
-        600.0
-    )
-    max_body_bytes: Annotated[int, Meta(ge=1024, le=2**31 - 1, description="largest request body")] = 8 * 1024 * 1024
-    max_stream_buffer_bytes: Annotated[
-        int, Meta(ge=1024, le=2**31 - 1, description="unread output of one stream before its sequences pause")
-    ] = 256 * 1024
+    request_timeout_s: Annotated[float, Rule(STREAMS, "a request that takes longer is aborted", gt=0, le=86400)] = 600.0
     keepalive_s: Annotated[
-        float, Meta(gt=0, le=3600, description="a comment goes out on a stream that was silent for this long")
+        float, Rule(STREAMS, "a comment goes out on a stream that was silent for this long", gt=0, le=3600)
     ] = 10.0
-    heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="seconds between heartbeats to the engine")] = 1.0
-    engine_timeout_s: Annotated[float, Meta(gt=0, le=3600, description="an engine silent for this long is lost")] = 15.0
+    max_stream_buffer_bytes: Annotated[
+        int, Rule(STREAMS, "unread output of one stream before its sequences pause", ge=1024, le=2**31 - 1)
+    ] = 256 * 1024
     shutdown_grace_s: Annotated[
-        float, Meta(ge=0, le=3600, description="how long live streams may go on after SIGTERM")
+        float, Rule(STREAMS, "how long live streams may go on after SIGTERM", ge=0, le=3600)
     ] = 30.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="least severe line that is logged")
-    ] = "info"
+    endpoint: Annotated[
+        str, Rule(WIRE, "ZeroMQ address of the engine; empty: an ipc socket in a folder of this user")
+    ] = ""
+    curve_secret_key_file: Annotated[
+        str, Rule(WIRE, "file with this side's CURVE secret key, made by `streamkv keygen FILE`")
+    ] = ""
+    curve_server_key: Annotated[str, Rule(WIRE, "the engine's public CURVE key (40 characters)")] = ""
+    heartbeat_s: Annotated[float, Rule(WIRE, "seconds between heartbeats", gt=0, le=60)] = 1.0
+    engine_timeout_s: Annotated[float, Rule(WIRE, "an engine silent for this long is lost", gt=0, le=3600)] = 15.0
+    log_level: Annotated[LogLevel, Rule(OTHER, "least severe line that is logged")] = "info"
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+T = TypeVar("T", EngineConfig, GatewayConfig)
+PROCESSES: Final[Mapping[str, Kind]] = {"engine": EngineConfig, "gateway": GatewayConfig}
+
+
+def load(kind: type[T], argv: Sequence[str], environ: Mapping[str, str]) -> T:
+    """One process's settings from its flags (without the program's name), the environment and the TOML file.
+
+    Prints help and raises SystemExit(0) for --help. Raises ConfigError, whose field is the key as it was written.
+    """
+    (chosen,) = choose((kind,), PROCESSES, argv, environ)
+    return msgspec.convert(chosen, kind)
+
+
+def load_both(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig, GatewayConfig]:
+    """As load, for `streamkv serve`: flags of either process; what both know goes to both."""
+    engine, gateway = choose((EngineConfig, GatewayConfig), PROCESSES, argv, environ)
+    return msgspec.convert(engine, EngineConfig), msgspec.convert(gateway, GatewayConfig)
+
+
+def to_argv(config: EngineConfig | GatewayConfig) -> list[str]:
+    """The flags that give exactly this config to another process, whatever its environment and file say."""
+    values = msgspec.structs.asdict(config)
+    return [setting.as_flag(values[name]) for name, setting in settings(type(config)).items()]
+
+
+def exit_with(error: ConfigError) -> NoReturn:
+    """End the program as a wrong setting should: one line, exit status 2."""
+    print(f"streamkv: {error}", file=sys.stderr)
+    raise SystemExit(2)

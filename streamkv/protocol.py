@@ -8,7 +8,7 @@ takes a new WIRE_VERSION. Token ids travel as packed little-endian int32 (`pack_
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -264,6 +264,9 @@ class WireError(msgspec.Struct, tag=38, array_like=True, frozen=True):
 GatewayMessage = Hello | Heartbeat | Submit | Abort | Pause | Resume | Attach | GetStats | Drain
 EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Heartbeat | WireError
 
+_REQUEST_TAGS: Final = frozenset({3, 4, 5, 6, 7})
+"""Submit, Abort, Pause, Resume, Attach: their first field is the request id."""
+
 _encoder = msgspec.msgpack.Encoder()
 _gateway_decoder: msgspec.msgpack.Decoder[GatewayMessage] = msgspec.msgpack.Decoder(GatewayMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
@@ -288,6 +291,17 @@ def decode_from_engine(frame: bytes | memoryview) -> EngineMessage:
         return _engine_decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireDecodeError(f"not a message of wire version {WIRE_VERSION}: {error}") from error
+
+
+def peek_request_id(frame: bytes | memoryview) -> int:
+    """The request that an undecodable gateway message is about, as far as its bytes say; -1 if they do not."""
+    try:
+        tag, request_id = msgspec.msgpack.decode(frame, type=list[msgspec.Raw])[:2]
+        if msgspec.msgpack.decode(tag, type=int) in _REQUEST_TAGS:
+            return msgspec.msgpack.decode(request_id, type=Annotated[int, msgspec.Meta(ge=0, lt=2**31)])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        pass
+    return -1
 
 
 def pack_rows(rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finished: list[Finished]) -> StepOutput:

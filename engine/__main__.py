@@ -1,0 +1,122 @@
+"""The engine's process: settings → executor → loop.
+
+    python -m engine [flags]        as `streamkv engine`
+
+SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. Exit
+codes: 0 the end was asked for; 1 a fault, starting again may help; 2 these settings or this model cannot run.
+With STREAMKV_EXIT_WITH_PARENT=1 the end of the parent process counts as a SIGTERM.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from select import POLLIN, poll
+from types import FrameType
+
+# PyTorch reads it when it is first imported, so before the imports below: 2 MiB pages make weights faster to read.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from engine.execution.runner import CpuRunner
+from engine.loop import EngineLoop
+from streamkv import config, log
+from streamkv.errors import ConfigError
+from streamkv.log import fields
+
+logger = logging.getLogger(__name__)
+
+_LOG_PROGRESS_EVERY = 25.0
+"""Percent of a stage between two log lines."""
+
+
+class LoadingDisplay:
+    """Shows on stderr how far loading is: one bar per stage on a terminal, log lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._stage = ""
+        self._bar = TaskID(0)
+        self._logged_percent = 0.0
+        console = Console(stderr=True)
+        if console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f} %"),
+                TimeElapsedColumn(),
+                console=console,
+            )
+
+    def show(self, stage: str, percent: float) -> None:
+        """From the loading thread only."""
+        is_new = stage != self._stage
+        self._stage = stage
+        if self._bars is not None:
+            if is_new:
+                self._bars.start()
+                self._bar = self._bars.add_task(stage, total=100.0)
+            self._bars.update(self._bar, completed=percent)
+        elif is_new or percent >= self._logged_percent + _LOG_PROGRESS_EVERY:
+            self._logged_percent = percent
+            logger.info("loading", extra=fields(stage=stage, percent=round(percent)))
+
+    def close(self) -> None:
+        """Take the bars off the terminal. From any thread."""
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run an engine to its end. Returns the exit code."""
+    try:
+        settings = config.load(config.EngineConfig, argv, environ)
+        log.configure(settings.log_level, "engine")
+        display = LoadingDisplay()
+        loop = EngineLoop(settings, CpuRunner(settings), report=display.show, on_loaded=display.close)
+    except ConfigError as error:
+        config.exit_with(error)
+    _end_on_signals(loop)
+    if environ.get("STREAMKV_EXIT_WITH_PARENT") == "1":
+        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+    return loop.run()
+
+
+def _end_on_signals(loop: EngineLoop) -> None:
+    is_draining = False
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal is_draining
+        if number == signal.SIGINT or is_draining:
+            loop.stop()
+        else:
+            is_draining = True
+            loop.drain()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    """Sleeps until that process is gone, then sends this one a SIGTERM."""
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        pass
+    else:
+        poller = poll()
+        poller.register(parent, POLLIN)
+        poller.poll()
+    logger.warning("the parent process has ended")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:], os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # not sys.exit: a thread that still loads may be deep inside PyTorch

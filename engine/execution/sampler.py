@@ -1,0 +1,177 @@
+"""Logits → the next token of each row.
+
+A draw takes one uniform number and inverts the cumulative distribution over the tokens in the order of their ids: that
+reads the vocabulary once and needs no sort, where a Gumbel number per token would cost ten rounds of Philox for each.
+The number is philox4x32 of
+
+    key      seed, low 32 bits | seed, high 32 bits
+    counter  position          | choice             | purpose | 0
+
+with position = the sampled token's index in its sequence, prompt included, and purpose 0 for the token itself. So a
+request that is sent again as prompt + tokens so far goes on with the same draws. The number is the first 53 bits.
+
+The order is temperature, min_p, top_k, top_p, and each filter is a threshold, whose ties are kept; with the weights
+w = exp((logit - highest) / temperature):
+    min_p   w >= min_p (the likeliest token has weight 1)
+    top_k   logit >= the k-th largest logit
+    top_p   w >= t for the largest t at which the tokens kept reach top_p of what the filters before have kept
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.execution.philox import philox4x32, uniform_double
+from engine.plan import NewSequence
+from streamkv.errors import StreamKVError
+from streamkv.sampling import SamplingParams
+
+PURPOSE_TOKEN = 0
+
+_TILE = 256
+"""Ids per tile. Maxima and sums of tiles come first: most tiles are never looked at again."""
+_MIN_TEMPERATURE = 1e-6
+"""Below it the division would overflow; the likeliest token has all the weight long before."""
+_TOP_P_FLOORS = (1e-4, 1e-7, 0.0)
+"""Weights over which the top_p set is looked for: sorting a few hundred tokens is cheap, a whole vocabulary is not."""
+
+
+class NonFiniteLogits(StreamKVError):
+    """The model gave a sequence no usable logits: a NaN, an infinity, or nothing but bans."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """Whose token a row of logits decides."""
+
+    sequence: NewSequence
+    position: int
+    """Index in the sequence of the token to be sampled."""
+
+
+def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
+    """logits: [len(rows), vocab_size] float32, changed in place by bans → a token id for each row.
+
+    A row's token depends on its logits and its SampledRow alone. Greedy rows cost one pass over their logits.
+    Raises NonFiniteLogits when a row's highest logit is no finite number.
+    """
+    if not rows:
+        return []
+    _ban_stop_ids(logits, rows)
+    vocab_size = logits.shape[1]
+    if vocab_size % _TILE:
+        logits = F.pad(logits, (0, -vocab_size % _TILE), value=float("-inf"))
+    tiles = logits.view(len(rows), -1, _TILE)
+    tile_maxima = tiles.amax(-1)
+    maxima, best_tiles = tile_maxima.max(-1)
+    highest = maxima.tolist()
+    for row, value in zip(rows, highest, strict=True):
+        if not math.isfinite(value):
+            raise NonFiniteLogits(
+                f"the model's highest logit for sequence {row.sequence.sequence_id} at position {row.position} is "
+                f"{value}, so no token can be chosen; the weights may be damaged or overflow this dtype"
+            )
+    # The first tile that holds the maximum, and the first place in it, are the lowest id on a tie.
+    greedy = best_tiles * _TILE + tiles[torch.arange(len(rows)), best_tiles].argmax(-1)
+    token_ids: list[int] = greedy.tolist()
+    drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.is_greedy]
+    if drawn:
+        uniforms = _draw([rows[i] for i in drawn])
+        for i, uniform in zip(drawn, uniforms, strict=True):
+            token_ids[i] = _sample_row(tiles[i], tile_maxima[i], highest[i], rows[i].sequence.sampling, uniform)
+    return token_ids
+
+
+def _ban_stop_ids(logits: torch.Tensor, rows: list[SampledRow]) -> None:
+    """Take end-of-sequence and stop ids from the rows that have fewer than min_tokens tokens."""
+    for i, row in enumerate(rows):
+        sampling = row.sequence.sampling
+        if row.position - row.sequence.num_prompt < sampling.min_tokens:
+            banned = {*row.sequence.eos_token_ids, *sampling.stop_token_ids}
+            in_vocabulary = [token_id for token_id in banned if token_id < logits.shape[1]]
+            if in_vocabulary:
+                logits[i, in_vocabulary] = float("-inf")
+
+
+def _draw(rows: list[SampledRow]) -> list[float]:
+    counter = torch.tensor([[row.position, row.sequence.choice, PURPOSE_TOKEN, 0] for row in rows])
+    seeds = [row.sequence.sampling.seed for row in rows]
+    key = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
+    uniforms: list[float] = uniform_double(philox4x32(counter, key)).tolist()
+    return uniforms
+
+
+def _sample_row(
+    tiles: torch.Tensor, tile_maxima: torch.Tensor, highest: float, sampling: SamplingParams, uniform: float
+) -> int:
+    """tiles: [num_tiles, 256], one row's logits; tile_maxima: [num_tiles]; highest: their maximum."""
+    inverse_temperature = 1.0 / max(sampling.temperature, _MIN_TEMPERATURE)
+    limits_count = 0 < sampling.top_k < tiles.numel()
+    if limits_count or sampling.min_p > 0.0:
+        # No token that the two filters keep is under this logit: at least k tiles reach the k-th largest maximum.
+        floor = float("-inf")
+        if sampling.min_p > 0.0:
+            floor = highest + (math.log(sampling.min_p) - 1e-3) / inverse_temperature - 1e-5 * abs(highest)
+        if limits_count and sampling.top_k <= len(tile_maxima):
+            floor = max(floor, tile_maxima.topk(sampling.top_k).values[-1].item())
+        ids, logits = _candidates(tiles, tile_maxima, floor)
+        weights = (logits - highest).mul_(inverse_temperature).exp_()
+        kept = weights >= sampling.min_p
+        if limits_count and sampling.top_k < len(logits):
+            kept &= logits >= logits.topk(sampling.top_k).values[-1]
+        ids, weights = ids[kept], weights[kept]
+        if sampling.top_p < 1.0:
+            ids, weights = _keep_top_p(ids, weights, sampling.top_p * weights.double().sum().item())
+        return int(ids[_pick(weights, uniform)])
+
+    weights = (tiles - highest).mul_(inverse_temperature).exp_()
+    tile_sums = weights.sum(-1).double()
+    if sampling.top_p < 1.0:
+        wanted = sampling.top_p * tile_sums.sum().item()
+        for floor_weight in _TOP_P_FLOORS:
+            floor = highest + math.log(floor_weight) / inverse_temperature if floor_weight else float("-inf")
+            ids, logits = _candidates(tiles, tile_maxima, floor)
+            candidates = (logits - highest).mul_(inverse_temperature).exp_()
+            if candidates.double().sum().item() >= wanted:
+                break
+        ids, candidates = _keep_top_p(ids, candidates, wanted)
+        return int(ids[_pick(candidates, uniform)])
+
+    cumulative = tile_sums.cumsum(0)
+    target = uniform * cumulative[-1].item()
+    tile = min(int(torch.searchsorted(cumulative, target, right=True)), len(tile_sums) - 1)
+    before = cumulative[tile - 1].item() if tile else 0.0
+    return tile * _TILE + _pick_at(weights[tile], target - before)
+
+
+def _candidates(tiles: torch.Tensor, tile_maxima: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids, ascending, of the logits that are at least `floor`, and those logits."""
+    tile_ids = (tile_maxima >= floor).nonzero().view(-1)
+    logits = tiles.index_select(0, tile_ids).view(-1)
+    places = (logits >= floor).nonzero().view(-1)
+    return tile_ids[places // _TILE] * _TILE + places % _TILE, logits[places]
+
+
+def _keep_top_p(ids: torch.Tensor, weights: torch.Tensor, wanted: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop what lies under the largest weight at which the tokens kept reach `wanted`; all stay if nothing does."""
+    descending = weights.sort(descending=True).values
+    reached = int(torch.searchsorted(descending.double().cumsum(0), wanted))
+    if reached >= len(weights):
+        return ids, weights
+    kept = weights >= descending[reached]
+    return ids[kept], weights[kept]
+
+
+def _pick(weights: torch.Tensor, uniform: float) -> int:
+    """The index at which the cumulative weights pass `uniform` of their sum."""
+    return _pick_at(weights, uniform * weights.double().sum().item())
+
+
+def _pick_at(weights: torch.Tensor, target: float) -> int:
+    """The first index at which the cumulative weights are over `target`. Rounding can put the target at the end of
+    them: then the last index that has a weight at all."""
+    cumulative = weights.double().cumsum(0)
+    index = int(torch.searchsorted(cumulative, target, right=True))
+    return index if index < len(weights) else int(weights.nonzero()[-1])

@@ -1,0 +1,92 @@
+"""Submit → Request: everything about a submission that the model's facts can refuse, by the field's name."""
+
+import math
+from typing import Final
+
+from engine.sequence import Request
+from streamkv.errors import InvalidField, WireDecodeError
+from streamkv.protocol import STREAM_ID_BYTES, ModelFacts, Submit, unpack_ids
+
+MAX_GATEWAY_STATE_BYTES: Final = 1024 * 1024
+MAX_REQUEST_ID: Final = 2**31 - 1
+MAX_PRIORITY: Final = 2**31 - 1
+
+
+def to_request(
+    submit: Submit, gateway_id: bytes, model: ModelFacts, arrival_s: float, max_attach_grace_s: float
+) -> Request:
+    """A checked request, not yet known to anybody. Raises InvalidField.
+
+    What depends on lengths and memory is the scheduler's to check. A grace period over the engine's longest one is
+    shortened to it.
+    """
+    if not 0 <= submit.request_id <= MAX_REQUEST_ID:
+        raise InvalidField("request_id", f"must be between 0 and {MAX_REQUEST_ID}, got {submit.request_id}")
+    if len(submit.stream_id) != STREAM_ID_BYTES:
+        raise InvalidField("stream_id", f"must have {STREAM_ID_BYTES} bytes, got {len(submit.stream_id)}")
+    if len(submit.gateway_state) > MAX_GATEWAY_STATE_BYTES:
+        raise InvalidField(
+            "gateway_state", f"may have {MAX_GATEWAY_STATE_BYTES} bytes, got {len(submit.gateway_state)}"
+        )
+    if not abs(submit.priority) <= MAX_PRIORITY:
+        raise InvalidField("priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {submit.priority}")
+    for name, seconds in (("deadline_s", submit.deadline_s), ("attach_grace_s", submit.attach_grace_s)):
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise InvalidField(name, f"must be a number of seconds, 0 or more, got {seconds!r}")
+    prompt = _checked_ids("prompt_token_ids", submit.prompt_token_ids, model.vocab_size)
+    if not prompt:
+        raise InvalidField("prompt_token_ids", "must hold at least one token")
+    if any(token_id >= model.vocab_size for token_id in submit.sampling.stop_token_ids):
+        raise InvalidField("stop_token_ids", f"ids must be under the vocabulary's size, {model.vocab_size}")
+    return Request(
+        request_id=submit.request_id,
+        gateway_id=gateway_id,
+        stream_id=submit.stream_id,
+        prompt_token_ids=prompt,
+        sampling=submit.sampling,
+        arrival_s=arrival_s,
+        priority=submit.priority,
+        deadline_at_s=arrival_s + submit.deadline_s if submit.deadline_s else math.inf,
+        tenant=submit.tenant,
+        cache_salt=submit.cache_salt,
+        label=submit.label,
+        gateway_state=submit.gateway_state,
+        attach_grace_s=min(submit.attach_grace_s, max_attach_grace_s),
+        prior_token_ids=_checked_priors(submit, model.vocab_size),
+        finished_choices=_checked_finished(submit),
+    )
+
+
+def _checked_ids(field: str, packed: bytes, vocab_size: int) -> list[int]:
+    try:
+        ids = unpack_ids(packed)
+    except WireDecodeError as error:
+        raise InvalidField(field, str(error)) from error
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidField(field, f"token ids must be between 0 and {vocab_size - 1}, got {wrong}")
+    return ids
+
+
+def _checked_priors(submit: Submit, vocab_size: int) -> list[list[int]]:
+    sampling = submit.sampling
+    if len(submit.prior_token_ids) > sampling.n:
+        raise InvalidField("prior_token_ids", f"has {len(submit.prior_token_ids)} choices, the request {sampling.n}")
+    priors = [_checked_ids("prior_token_ids", packed, vocab_size) for packed in submit.prior_token_ids]
+    for choice, prior in enumerate(priors):
+        most = sampling.max_tokens - (choice not in submit.finished_choices)
+        if len(prior) > most:
+            raise InvalidField(
+                "prior_token_ids",
+                f"choice {choice} has {len(prior)} tokens already, and max_tokens is {sampling.max_tokens}",
+            )
+    return priors
+
+
+def _checked_finished(submit: Submit) -> list[int]:
+    finished, num_choices = submit.finished_choices, submit.sampling.n
+    if len(set(finished)) != len(finished) or any(not 0 <= choice < num_choices for choice in finished):
+        raise InvalidField("finished_choices", f"must be different numbers under {num_choices}, got {finished}")
+    if len(finished) == num_choices:
+        raise InvalidField("finished_choices", "names every choice; nothing is left to run")
+    return finished

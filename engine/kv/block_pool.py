@@ -1,0 +1,73 @@
+"""The blocks of KV memory: which are free, and how many owners each of the others has."""
+
+from typing import Final
+
+_STRIDE: Final = 0.6180339887498949
+"""Golden ratio: runs that start at multiples of it, modulo the pool, stay as far apart as their number allows."""
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1, each free or owned. Every operation is O(1).
+
+    Block 0 is never handed out: padding is written there. The states to come, cached and in transfer, would be kept
+    by whoever holds such a block; here it is then neither free nor has it references.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs at least 2 blocks (block 0 is reserved), got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        """Owners of each block. Read freely, changed here only."""
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._place = [0] * num_blocks
+        for place, block_id in enumerate(self._free):
+            self._place[block_id] = place
+        self._num_runs = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_blocks - 1 - len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        place = self._place[block_id]
+        return place < len(self._free) and self._free[place] == block_id
+
+    def allocate(self, previous: int) -> int:
+        """Hand out a block, with one owner. The caller has checked that num_free > 0.
+
+        `previous`: the block before it in the same sequence, 0 if it is the first. The block after that one is taken
+        if it is free, so that a sequence mostly lies in one piece, which a CPU reads without a copy; otherwise a new
+        run starts, far from the others.
+        """
+        block_id = previous + 1
+        if not previous or block_id >= self.num_blocks or not self.is_free(block_id):
+            self._num_runs += 1
+            block_id = 1 + int(self._num_runs * _STRIDE % 1.0 * (self.num_blocks - 1))
+            if not self.is_free(block_id):
+                block_id = self._free[-1]
+        last = self._free.pop()
+        if last != block_id:
+            place = self._place[block_id]
+            self._free[place] = last
+            self._place[last] = place
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """Add an owner to an owned block."""
+        assert self.ref_counts[block_id] > 0, f"block {block_id} has no owner to share with"
+        self.ref_counts[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """Take one owner away; the block is free when it was the last."""
+        count = self.ref_counts[block_id] - 1
+        assert count >= 0, f"block {block_id} was released more often than it was owned"
+        self.ref_counts[block_id] = count
+        if not count:
+            self._place[block_id] = len(self._free)
+            self._free.append(block_id)

@@ -1,0 +1,15 @@
+"""Token ids to hidden states."""
+
+import torch
+
+
+class Embedding:
+    """A table with one row per token id. The weight may also be the head's (tied embeddings)."""
+
+    def __init__(self, num_rows: int, size: int, weight_dtype: torch.dtype, activation_dtype: torch.dtype) -> None:
+        self.weight = torch.empty(num_rows, size, dtype=weight_dtype)
+        self.activation_dtype = activation_dtype
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [num_tokens] int64, each a row → [num_tokens, size] in the activations' dtype, newly allocated."""
+        return self.weight.index_select(0, token_ids).to(self.activation_dtype)

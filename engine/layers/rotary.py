@@ -1,0 +1,100 @@
+"""Rotary position embedding."""
+
+import math
+
+import torch
+
+
+class RotaryTable:
+    """cos and sin of every position, in float32, computed once.
+
+    Rotation pairs dimension d with d + rotary_dim / 2: (a, b) → (a cos - b sin, b cos + a sin). So that one product and
+    one fused multiply-add do it, the sines of the first half are taken negative and meet the halves swapped.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor, max_positions: int, scale: float = 1.0) -> None:
+        """inverse_frequencies: [rotary_dim / 2] float32, radians per position. scale: multiplies cos and sin (yarn).
+
+        Takes 4 * max_positions * rotary_dim bytes.
+        """
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
+        self.cos = angles.cos() * scale
+        """[max_positions, rotary_dim / 2]."""
+        self.sin = angles.sin() * scale
+
+    def at(self, positions: torch.Tensor) -> "Rotation":
+        """positions: [num_tokens] int64, each under max_positions."""
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return Rotation(torch.stack((cos, cos), dim=1)[:, None], torch.stack((-sin, sin), dim=1)[:, None])
+
+
+class Rotation:
+    """The rotation of one step's tokens; all layers share it."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """cos, sin: [num_tokens, 1, 2, rotary_dim / 2] float32, for both halves; the first half's sin negated."""
+        self.cos = cos
+        self.sin = sin
+        self.rotary_dim = 2 * cos.shape[-1]
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """heads: [num_tokens, num_heads, head_dim] → rotated, the same shape and dtype, newly allocated.
+
+        Computed in float32. Dimensions from rotary_dim on pass through.
+        """
+        num_tokens, num_heads, head_dim = heads.shape
+        if self.rotary_dim < head_dim:
+            rotated = self(heads[..., : self.rotary_dim])
+            return torch.cat((rotated, heads[..., self.rotary_dim :]), dim=-1)
+        halves = heads.view(num_tokens, num_heads, 2, head_dim // 2)
+        rotated = (halves * self.cos).addcmul_(halves.flip(2).float(), self.sin)
+        return rotated.view(num_tokens, num_heads, head_dim).to(heads.dtype)
+
+
+def default_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:
+    """theta ** (-2 i / rotary_dim): [rotary_dim / 2] float32."""
+    return 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim))
+
+
+def llama3_frequencies(
+    frequencies: torch.Tensor,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_positions: int,
+) -> torch.Tensor:
+    """Llama 3.1's stretching: long wavelengths are divided by `factor`, short ones kept, those between blended.
+
+    A wavelength is long from original_max_positions / low_freq_factor on, short up to / high_freq_factor.
+    """
+    wavelengths = 2 * math.pi / frequencies
+    long, short = original_max_positions / low_freq_factor, original_max_positions / high_freq_factor
+    blend = (original_max_positions / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - blend) * frequencies / factor + blend * frequencies
+    stretched = torch.where(wavelengths > long, frequencies / factor, frequencies)
+    return torch.where((wavelengths >= short) & (wavelengths <= long), blended, stretched)
+
+
+def yarn_frequencies(
+    theta: float,
+    rotary_dim: int,
+    factor: float,
+    original_max_positions: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071): dimensions that turn more than beta_fast times in the original context are kept, those
+    that turn less than beta_slow times are divided by `factor`, and a linear ramp over the dimensions lies between."""
+
+    def dimension_of(num_turns: float) -> float:
+        return rotary_dim * math.log(original_max_positions / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(beta_fast), dimension_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    span = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    frequencies = default_frequencies(theta, rotary_dim)
+    return frequencies / factor * (1 - kept) + frequencies * kept

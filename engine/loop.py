@@ -1,0 +1,566 @@
+"""THE LOOP: messages → plan → launch → collect → publish.
+
+One thread owns the socket, the scheduler and the publisher. Others only wake it: the executor when a step is done,
+the loader when the model is there, a signal that asks for the end.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from engine.executor import DeviceLimits, Executor, Launch, ReportProgress
+from engine.inbox import Inbox
+from engine.intake import MAX_REQUEST_ID, to_request
+from engine.kv.block_manager import BlockManager
+from engine.plan import StepPlan
+from engine.publisher import NO_GATEWAY, Publisher, Stream
+from engine.scheduling.queue import QueueFull
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Request, SequenceOutput
+from engine.stats import EngineStats
+from streamkv.config import EngineConfig
+from streamkv.errors import InvalidField, StreamKVError
+from streamkv.log import fields
+from streamkv.protocol import (
+    WIRE_VERSION,
+    Abort,
+    Attach,
+    Drain,
+    GatewayMessage,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Loading,
+    ModelFacts,
+    Pause,
+    Ready,
+    Rejected,
+    Resume,
+    Stats,
+    Submit,
+)
+from streamkv.transport import EngineSocket, default_endpoint, load_curve_keys
+
+logger = logging.getLogger(__name__)
+
+EXIT_ASKED: Final = 0
+"""The end was asked for: Drain, SIGTERM, SIGINT."""
+EXIT_FAULT: Final = 1
+"""A step, or the loop itself, failed. A new engine may do better; its streams go on there."""
+EXIT_UNUSABLE: Final = 2
+"""These settings or this model cannot run. Starting again does not help."""
+DEFAULT_DRAIN_S: Final = 30.0
+
+_LOADING_EVERY_S: Final = 0.1
+
+
+class EngineLoop:
+    """One engine: an executor, the requests that it computes, and the gateways that sent them.
+
+    Made and run on one thread; only `drain` and `stop` may be called from others, or from a signal handler.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        report: ReportProgress | None = None,
+        on_loaded: Callable[[], None] | None = None,
+    ) -> None:
+        """Binds the endpoint. Raises ConfigError.
+
+        report: told how far loading is, on the loading thread. on_loaded: called on the loop's when that is over.
+        """
+        self._config = config
+        self._executor = executor
+        self._clock = clock
+        self._report = report
+        self._on_loaded = on_loaded
+        self._socket = EngineSocket(
+            config.endpoint or default_endpoint(), load_curve_keys(config.curve_secret_key_file)
+        )
+        self._stats = EngineStats()
+        self._inbox = Inbox(self._socket, self._stats, clock)
+        self._publisher = Publisher(self._socket.send)
+        self._epoch = secrets.randbits(62) + 1
+        self._scheduler: Scheduler
+        self._blocks: BlockManager
+        self._ready: Ready | None = None
+        """What the engine is, once it takes work."""
+        self._in_flight: deque[Launch] = deque()
+        self._outputs: list[SequenceOutput] = []
+        """What this turn has brought and not yet published."""
+        self._over_limit: set[bytes] = set()
+        """Gateways that have too much unacknowledged: their requests are paused."""
+        self._exit_code: int | None = None
+        self._drain_limit_s: float | None = None
+        self._drain_until_s = float("inf")
+        now_s = clock()
+        self._next_heartbeat_s = now_s
+        self._progress_s = now_s
+        """When the newest step finished, or work came to an idle engine."""
+        self._launched_s = now_s
+        self._had_work = False
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens, with the real port."""
+        return self._socket.endpoint
+
+    def drain(self, limit_s: float = DEFAULT_DRAIN_S) -> None:
+        """Take no new work; end when the live streams have ended, and abort those that live after `limit_s`."""
+        self._drain_limit_s = limit_s
+        self._socket.wake()
+
+    def stop(self) -> None:
+        """End at once."""
+        self._exit_code = EXIT_ASKED
+        self._socket.wake()
+
+    def run(self) -> int:
+        """Load, then serve until the end. Returns the process's exit code; the socket and the executor are closed."""
+        loader = _Loader(self._executor, self._socket.wake, self._report)
+        try:
+            self._wait_for(loader)
+            self._serve()
+        except Exception:
+            logger.exception("the engine failed")
+            self._exit_code = EXIT_FAULT
+        finally:
+            self._socket.close()
+            if not loader.is_alive:
+                self._executor.close()
+        assert self._exit_code is not None
+        return self._exit_code
+
+    # Loading
+
+    def _wait_for(self, loader: "_Loader") -> None:
+        """Answer gateways while the model loads."""
+        loader.start()
+        logger.info("listening", extra=fields(endpoint=self.endpoint))
+        told, tell_again_s = None, self._clock()
+        while self._exit_code is None and loader.result is None:
+            now_s = self._clock()
+            self._heartbeat_if_due(now_s)
+            if loader.progress is not told and now_s >= tell_again_s:
+                told, tell_again_s = loader.progress, now_s + _LOADING_EVERY_S
+                self._inbox.send_all(told)
+            due_s = self._next_heartbeat_s if loader.progress is told else min(tell_again_s, self._next_heartbeat_s)
+            self._socket.wait(max(0.0, due_s - now_s))
+            for gateway_id, message in self._inbox.receive():
+                self._answer_while_loading(gateway_id, message, loader.progress)
+            self._inbox.take_silent(self._config.gateway_timeout_s)
+            if self._drain_limit_s is not None:
+                self._exit_code = EXIT_ASKED
+        if self._on_loaded is not None:
+            self._on_loaded()
+        if self._exit_code is None:
+            self._begin(loader)
+
+    def _answer_while_loading(self, gateway_id: bytes, message: GatewayMessage, progress: Loading) -> None:
+        match message:
+            case Hello():
+                self._inbox.send(gateway_id, progress)
+            case Submit() | Attach() | Abort() | Pause() | Resume():
+                text = f"the engine is not ready: {progress.stage}, {progress.percent:.0f} %"
+                self._inbox.refuse(gateway_id, "not_ready", text, message.request_id)
+            case GetStats():
+                self._inbox.send(gateway_id, Stats(message.query_id, {}, dict(self._stats.counters)))
+            case Drain():
+                self._exit_code = EXIT_ASKED
+            case Heartbeat():
+                pass
+
+    def _begin(self, loader: "_Loader") -> None:
+        """The model is there, or is not to be had."""
+        if isinstance(loader.result, BaseException):
+            self._exit_code = EXIT_UNUSABLE if isinstance(loader.result, StreamKVError) else EXIT_FAULT
+            logger.error(
+                "the model could not be loaded",
+                extra=fields(error=str(loader.result)),
+                exc_info=None if isinstance(loader.result, StreamKVError) else loader.result,
+            )
+            return
+        assert loader.result is not None
+        model, limits = loader.result
+        self._blocks = BlockManager(limits.num_blocks, limits.block_size)
+        scheduler_limits = SchedulerLimits(
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_prefill_tokens=self._config.max_prefill_tokens,
+            max_num_partial_prefills=self._config.max_num_partial_prefills,
+            enable_chunked_prefill=self._config.enable_chunked_prefill,
+            max_model_len=limits.max_model_len,
+            max_queue=self._config.max_queue,
+            eos_token_ids=tuple(model.eos_token_ids),
+        )
+        self._scheduler = Scheduler(scheduler_limits, self._blocks, self._clock)
+        self._ready = Ready(
+            wire_version=WIRE_VERSION,
+            epoch=self._epoch,
+            model=model,
+            block_size=limits.block_size,
+            num_blocks=limits.num_blocks,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        self._inbox.send_all(self._ready)
+        logger.info(
+            "ready",
+            extra=fields(
+                model=model.name,
+                dtype=model.dtype,
+                device=model.device,
+                max_model_len=model.max_model_len,
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+            ),
+        )
+
+    # Serving
+
+    def _serve(self) -> None:
+        """Messages come first, so that no plan misses an abort; results last, when the device is busy again.
+
+        Never spins: it sleeps until a message, a finished step, or the next thing that a clock makes due.
+        """
+        while self._exit_code is None:
+            self._socket.wait(self._wait_s())
+            for gateway_id, message in self._inbox.receive():
+                self._handle(gateway_id, message)
+            while self._in_flight and self._in_flight[0].is_done:
+                self._collect(self._in_flight.popleft())
+            self._look_at_clock()
+            while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
+                self._launch(plan)
+            self._publish()
+
+    def _wait_s(self) -> float:
+        if self._inbox.has_more or self._exit_code is not None:
+            return 0.0
+        due_s = min(
+            self._next_heartbeat_s,
+            self._scheduler.next_deadline_s,
+            self._publisher.next_expiry_s,
+            self._drain_until_s,
+        )
+        return max(0.0, due_s - self._clock())
+
+    def _launch(self, plan: StepPlan) -> None:
+        self._launched_s = self._clock()
+        self._stats.batch_size = len(plan.scheduled)
+        self._in_flight.append(self._executor.launch(plan, self._socket.wake))
+
+    def _collect(self, launch: Launch) -> None:
+        """Take in a finished step. What a step raises ends the engine: its streams go on in the next one."""
+        tokens = self._executor.collect(launch)
+        now_s = self._clock()
+        self._outputs += self._scheduler.update(launch.plan, tokens)
+        if not launch.plan.num_prefill_requests:
+            self._stats.decode_step.add(now_s - max(self._launched_s, self._progress_s))
+        self._stats.counters["steps_total"] += 1
+        self._progress_s = now_s
+
+    def _publish(self) -> None:
+        if self._outputs:
+            now_s = self._clock()
+            outputs, self._outputs = self._outputs, []
+            self._count(outputs, now_s)
+            self._publisher.publish(outputs, now_s)
+            for gateway_id in self._inbox.last_heard_s:
+                if gateway_id not in self._over_limit and self._publisher.is_over(
+                    gateway_id, self._config.max_unacked_bytes
+                ):
+                    self._over_limit.add(gateway_id)
+                    self._stats.counters["unacked_pauses_total"] += 1
+                    self._pause_or_resume_all(gateway_id)
+        if self._drain_limit_s is not None and not self._publisher.num_live:
+            self._exit_code = EXIT_ASKED
+
+    # What a clock makes due
+
+    def _look_at_clock(self) -> None:
+        now_s = self._clock()
+        has_work = self._has_work
+        if has_work and not self._had_work:
+            self._progress_s = now_s
+        self._had_work = has_work
+        if self._heartbeat_if_due(now_s):
+            for gateway_id in self._inbox.take_silent(self._config.gateway_timeout_s):
+                self._lose_gateway(gateway_id, now_s)
+        self._outputs += self._scheduler.expire()
+        for request in self._publisher.expire(now_s):
+            self._abort(request, "gateway_lost")
+        if self._drain_limit_s is not None and self._drain_until_s == float("inf"):
+            self._drain_until_s = now_s + self._drain_limit_s
+            logger.info("draining", extra=fields(limit_s=self._drain_limit_s, num_live=self._publisher.num_live))
+        if now_s >= self._drain_until_s:
+            for request in self._publisher.live():
+                self._abort(request, "drain")
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._in_flight) or self._scheduler.has_runnable
+
+    def _heartbeat_if_due(self, now_s: float) -> bool:
+        if now_s < self._next_heartbeat_s:
+            return False
+        self._next_heartbeat_s = now_s + self._config.heartbeat_s
+        has_work = self._ready is not None and self._has_work
+        self._inbox.send_all(
+            Heartbeat(
+                last_step=self._publisher.step,
+                epoch=self._epoch,
+                has_work=has_work,
+                step_age_s=now_s - self._progress_s if has_work else 0.0,
+            )
+        )
+        return True
+
+    def _lose_gateway(self, gateway_id: bytes, now_s: float) -> None:
+        """It was silent for too long: its streams go on without it if somebody may come for them, else they end."""
+        requests = self._publisher.live(gateway_id)
+        logger.warning("gateway lost", extra=fields(gateway_id=gateway_id, num_live=len(requests)))
+        self._stats.counters["gateways_lost_total"] += 1
+        self._over_limit.discard(gateway_id)
+        for request in requests:
+            stream = self._publisher.find(request.stream_id)
+            assert stream is not None
+            if stream.attach_grace_s > 0:
+                self._publisher.detach(stream, now_s)
+                self._pause_or_resume(request, stream)
+            else:
+                self._abort(request, "gateway_lost")
+        self._publisher.forget_outstanding(gateway_id)
+
+    # Messages
+
+    def _handle(self, gateway_id: bytes, message: GatewayMessage) -> None:
+        match message:
+            case Heartbeat():
+                if message.epoch == self._epoch:
+                    self._acknowledge(gateway_id, message.last_step)
+            case Submit():
+                self._submit(gateway_id, message)
+            case Abort():
+                stream = self._publisher.at(gateway_id, message.request_id)
+                if stream is not None and stream.request is not None:
+                    self._abort(stream.request, message.cause)
+                else:
+                    self._publisher.finish_unknown(gateway_id, message.request_id, message.cause)
+            case Pause() | Resume():
+                stream = self._publisher.at(gateway_id, message.request_id)
+                if stream is not None and stream.request is not None:
+                    stream.is_reader_slow = isinstance(message, Pause)
+                    self._pause_or_resume(stream.request, stream)
+            case Attach():
+                self._attach(gateway_id, message)
+            case GetStats():
+                self._inbox.send(gateway_id, self._figures(message.query_id))
+            case Drain():
+                if message.limit_s >= 0:  # false for NaN, too
+                    self.drain(message.limit_s)
+                else:
+                    self._inbox.refuse(
+                        gateway_id, "undecodable", f"Drain.limit_s must be 0 or more, got {message.limit_s}"
+                    )
+            case Hello():
+                assert self._ready is not None
+                self._publisher.forget_outstanding(gateway_id)
+                self._over_limit.discard(gateway_id)
+                self._pause_or_resume_all(gateway_id)
+                self._inbox.send(gateway_id, self._ready)
+
+    def _submit(self, gateway_id: bytes, submit: Submit) -> None:
+        assert self._ready is not None
+        self._stats.counters["requests_received_total"] += 1
+        known = self._publisher.find(submit.stream_id)
+        if self._drain_limit_s is not None:
+            self._reject(gateway_id, submit.request_id, "draining", "the engine is about to stop", retry_after_s=1.0)
+            return
+        if self._publisher.at(gateway_id, submit.request_id) is not None:
+            self._reject(gateway_id, submit.request_id, "duplicate", f"request_id {submit.request_id} is in use")
+            return
+        if known is not None and known.request is not None:
+            self._reject(gateway_id, submit.request_id, "duplicate", "a stream with this stream_id is live")
+            return
+        try:
+            request = to_request(submit, gateway_id, self._ready.model, self._clock(), self._config.max_attach_grace_s)
+            self._scheduler.check(len(request.prompt_token_ids), request.sampling)
+            self._scheduler.add(request)
+        except InvalidField as error:
+            self._reject(gateway_id, submit.request_id, "invalid", error.message, field=error.field)
+            return
+        except QueueFull as error:
+            self._reject(gateway_id, submit.request_id, "overloaded", str(error), retry_after_s=self._retry_after_s())
+            return
+        self._publisher.add(request)
+        self._stats.counters["prompt_tokens_total"] += len(request.prompt_token_ids)
+        if gateway_id in self._over_limit:
+            self._scheduler.pause(request)
+
+    def _attach(self, gateway_id: bytes, attach: Attach) -> None:
+        stream = self._publisher.find(attach.stream_id)
+        is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
+        if stream is None or not (stream.attach_grace_s > 0 or is_own):
+            self._reject(
+                gateway_id, attach.request_id, "unknown_stream", "no such stream, or it may not be attached to"
+            )
+            return
+        if (
+            not 0 <= attach.request_id <= MAX_REQUEST_ID
+            or self._publisher.at(gateway_id, attach.request_id) is not None
+        ):
+            self._reject(gateway_id, attach.request_id, "duplicate", f"request_id {attach.request_id} is in use")
+            return
+        try:
+            self._publisher.attach(stream, gateway_id, attach.request_id, attach.from_token)
+        except InvalidField as error:
+            self._reject(gateway_id, attach.request_id, "invalid", error.message, field=error.field)
+            return
+        self._stats.counters["streams_attached_total"] += 1
+        if stream.request is not None:
+            self._pause_or_resume(stream.request, stream)
+
+    def _reject(
+        self, gateway_id: bytes, request_id: int, code: str, text: str, field: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        self._stats.counters[f'requests_rejected_total{{code="{code}"}}'] += 1
+        self._inbox.send(gateway_id, Rejected(request_id, code, text, field, retry_after_s))
+
+    def _retry_after_s(self) -> float:
+        """How long those that wait now will take to be served, by what requests took of late."""
+        running = max(1, self._scheduler.num_running)
+        predicted_s = self._stats.e2e.recent_mean * self._scheduler.num_waiting / running
+        return min(max(predicted_s, 1.0), 120.0)
+
+    def _abort(self, request: Request, cause: str) -> None:
+        """End a request. Harmless for one that has ended in this turn."""
+        self._outputs += self._scheduler.abort(request, cause)
+
+    # Slow readers
+
+    def _acknowledge(self, gateway_id: bytes, step: int) -> None:
+        self._publisher.acknowledge(gateway_id, step)
+        if (
+            gateway_id in self._over_limit
+            and self._publisher.unacked_bytes(gateway_id) <= self._config.max_unacked_bytes // 2
+        ):
+            self._over_limit.discard(gateway_id)
+            self._pause_or_resume_all(gateway_id)
+
+    def _pause_or_resume_all(self, gateway_id: bytes) -> None:
+        for request in self._publisher.live(gateway_id):
+            stream = self._publisher.find(request.stream_id)
+            assert stream is not None
+            self._pause_or_resume(request, stream)
+
+    def _pause_or_resume(self, request: Request, stream: Stream) -> None:
+        """A request stands aside while its reader is slow, or its gateway has too much unacknowledged. One without
+        a gateway has neither."""
+        is_attended = request.gateway_id != NO_GATEWAY
+        must_pause = is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
+        if must_pause and not request.is_paused:
+            self._stats.counters["pauses_total"] += 1
+            self._scheduler.pause(request)
+        elif request.is_paused and not must_pause:
+            self._scheduler.resume(request)
+
+    # Figures
+
+    def _count(self, outputs: list[SequenceOutput], now_s: float) -> None:
+        num_tokens = 0
+        for output in outputs:
+            num_tokens += len(output.token_ids)
+            if output.finish_reason and output.sequence.request.is_finished:
+                self._count_end(output, now_s)
+        self._stats.counters["generated_tokens_total"] += num_tokens
+        self._stats.generated.add(now_s, num_tokens)
+
+    def _count_end(self, output: SequenceOutput, now_s: float) -> None:
+        """A request has ended. Of several choices the reason of the last one counts."""
+        request, stats = output.sequence.request, self._stats
+        stats.counters[f'requests_ended_total{{reason="{output.finish_reason}"}}'] += 1
+        if output.finish_reason == "abort":
+            stats.count_cause(output.cause)
+        stats.e2e.add(now_s - request.arrival_s)
+        if request.first_scheduled_s:
+            stats.queue.add(request.first_scheduled_s - request.arrival_s)
+        if request.first_token_s:
+            stats.prefill.add(request.first_token_s - request.first_scheduled_s)
+            stats.first_token.add(request.first_token_s - request.arrival_s)
+
+    def _figures(self, query_id: int) -> Stats:
+        now_s = self._clock()
+        stats, scheduler, blocks, publisher = self._stats, self._scheduler, self._blocks, self._publisher
+        num_usable = blocks.num_free_blocks + blocks.num_owned_blocks
+        gauges = {
+            "kv_cache_usage": blocks.num_owned_blocks / num_usable,
+            "num_free_blocks": blocks.num_free_blocks,
+            "num_allocated_blocks": blocks.num_owned_blocks,
+            "num_running_requests": scheduler.num_running,
+            "num_waiting_requests": scheduler.num_waiting,
+            "num_paused_requests": scheduler.num_paused,
+            "batch_size": stats.batch_size if self._in_flight else 0,
+            "tokens_per_second": stats.generated.per_second(now_s),
+            "avg_prefill_latency_ms": 1000 * stats.prefill.recent_mean,
+            "avg_decode_latency_ms": 1000 * stats.decode_step.recent_mean,
+            "avg_e2e_latency_ms": 1000 * stats.e2e.recent_mean,
+            "seconds_since_last_step": now_s - self._progress_s if self._has_work else 0.0,
+            "num_live_streams": publisher.num_live,
+            "num_detached_streams": publisher.num_detached,
+            "num_kept_streams": publisher.num_kept,
+            "kept_stream_bytes": publisher.kept_bytes,
+            "num_gateways": len(self._inbox.last_heard_s),
+            "unacked_bytes": sum(map(publisher.unacked_bytes, self._inbox.last_heard_s)),
+        }
+        counters: dict[str, float] = {
+            **stats.counters,
+            "kept_streams_dropped_total": publisher.num_dropped,
+            "copy_on_write_copies_total": blocks.num_block_copies,
+            "preemptions_total": scheduler.num_preemptions,
+            "prefill_tokens_total": scheduler.num_prefill_tokens,
+            "recomputed_tokens_total": scheduler.num_recomputed_tokens,
+            "wasted_tokens_total": scheduler.num_wasted_tokens,
+        }
+        return Stats(query_id, gauges, counters, stats.histograms())
+
+
+class _Loader:
+    """Runs the executor's `load` on a thread of its own."""
+
+    def __init__(self, executor: Executor, wake: Callable[[], None], report: ReportProgress | None) -> None:
+        self.progress = Loading("starting", 0.0)
+        self.result: tuple[ModelFacts, DeviceLimits] | BaseException | None = None
+        """None until it is over."""
+        self._executor = executor
+        self._wake = wake
+        self._report = report
+        self._thread = threading.Thread(target=self._load, name="load", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            self.result = self._executor.load(self._take_progress)
+        except BaseException as error:
+            self.result = error
+        self._wake()
+
+    def _take_progress(self, stage: str, percent: float) -> None:
+        self.progress = Loading(stage, percent)
+        self._wake()
+        if self._report is not None:
+            self._report(stage, percent)

@@ -1,0 +1,475 @@
+"""What the generic decoder must know of a model, and how config.json and GGUF metadata say it.
+
+A new family of this kind is one entry in _HUB_FAMILIES, and one in _GGUF_FAMILIES.
+"""
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from streamkv.errors import ModelError
+
+_MAX_SIZE: Final = 1 << 24
+"""No dimension of a real model comes near; larger ones are damaged files."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: frequencies, and how they are stretched for longer contexts."""
+
+    theta: float
+    rotary_dim: int
+    """The first so many of head_dim are rotated. Even."""
+    kind: str = "default"
+    """default, linear, llama3 or yarn."""
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: round the borders of its ramp to whole dimensions."""
+    attention_factor: float = 1.0
+    """yarn: cos and sin are multiplied by this."""
+    frequency_divisors: tuple[float, ...] = ()
+    """[rotary_dim / 2], from a GGUF's rope_freqs: divides the frequencies, after `kind`; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder of the Llama kind. Sizes are numbers of elements."""
+
+    architecture: str
+    """As the file names it: LlamaForCausalLM, or a GGUF's qwen2."""
+    vocab_size: int
+    """Rows of the embedding and width of the logits."""
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    """The attention's output projection has a bias."""
+    mlp_bias: bool
+    qk_norm: bool
+    """Queries and keys are normalised per head before they are rotated (Qwen3)."""
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: how many positions a query sees, itself included; None: all before it."""
+    eos_token_ids: tuple[int, ...]
+    hidden_act: str = "silu"
+    fused_files: bool = False
+    """The file holds q, k, v as one tensor and gate, up as another (Phi-3)."""
+    file_dtype: str = ""
+    """float32, float16, bfloat16 or quantized: how the file holds the weights."""
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model; tied embeddings count once."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * query + 2 * kv) + self.qkv_bias * (query + 2 * kv)
+        attention += self.output_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+
+
+class _Settings:
+    """A mapping from outside, read field by field; what is missing or of a wrong kind is a ModelError that names it."""
+
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def fail(self, key: str, rule: str) -> ModelError:
+        return ModelError(f"{self.source}: {key} {rule}, got {self.values.get(key)!r:.80}")
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_SIZE:
+            raise self.fail(key, f"must be a whole number from 1 to {_MAX_SIZE}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self.fail(key, "must be a number over 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "must be true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(key, "must be a text")
+        return value
+
+    def table(self, key: str) -> "_Settings":
+        value = self.values.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.fail(key, "must be an object")
+        return _Settings(value, f"{self.source}: {key}")
+
+
+# config.json
+
+
+@dataclass(frozen=True, slots=True)
+class _HubFamily:
+    """Where the config.json of a family departs from Llama's."""
+
+    qkv_bias: Callable[[_Settings], bool]
+    output_bias: Callable[[_Settings], bool]
+    windows: Callable[[_Settings, int], tuple[int | None, ...]]
+    has_mlp_bias: bool = False
+    qk_norm: bool = False
+    fused_files: bool = False
+
+
+def _attention_bias(settings: _Settings) -> bool:
+    return settings.flag("attention_bias", False)
+
+
+def _no(settings: _Settings) -> bool:
+    return False
+
+
+def _yes(settings: _Settings) -> bool:
+    return True
+
+
+def _no_window(settings: _Settings, num_layers: int) -> tuple[int | None, ...]:
+    return (None,) * num_layers
+
+
+def _window_everywhere(settings: _Settings, num_layers: int) -> tuple[int | None, ...]:
+    window = settings.size("sliding_window") if settings.has("sliding_window") else None
+    return (window,) * num_layers
+
+
+def _window_by_layer(settings: _Settings, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen: switched by use_sliding_window; the first max_window_layers layers see everything, or layer_types says."""
+    if not settings.flag("use_sliding_window", False) or not settings.has("sliding_window"):
+        return (None,) * num_layers
+    window = settings.size("sliding_window")
+    layer_types = settings.values.get("layer_types")
+    if layer_types is None:
+        first = settings.values.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise settings.fail("max_window_layers", "must be a whole number, 0 or more")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise settings.fail("layer_types", f"must name all {num_layers} layers")
+    if not all(isinstance(layer_type, str) and layer_type in known for layer_type in layer_types):
+        raise settings.fail("layer_types", "may hold full_attention and sliding_attention only")
+    return tuple(known[layer_type] for layer_type in layer_types)
+
+
+_HUB_FAMILIES: Final = {
+    "LlamaForCausalLM": _HubFamily(_attention_bias, _attention_bias, _no_window, has_mlp_bias=True),
+    "MistralForCausalLM": _HubFamily(_no, _no, _window_everywhere),
+    "Qwen2ForCausalLM": _HubFamily(_yes, _no, _window_by_layer),
+    "Qwen3ForCausalLM": _HubFamily(_attention_bias, _attention_bias, _window_by_layer, qk_norm=True),
+    "Phi3ForCausalLM": _HubFamily(_no, _no, _window_everywhere, fused_files=True),
+}
+
+
+def read_hub_config(folder: Path, file_dtype: str) -> ModelConfig:
+    """The ModelConfig of a folder with config.json and perhaps generation_config.json, of transformers 4 or 5.
+
+    file_dtype: how the weight files hold the weights. Raises ModelError.
+    """
+    path = folder / "config.json"
+    settings = _Settings(_read_json(path), str(path))
+    architectures = settings.values.get("architectures")
+    named = [name for name in architectures if name in _HUB_FAMILIES] if isinstance(architectures, list) else []
+    if not named:
+        raise ModelError(
+            f"{path}: architecture {architectures!r:.120} is not supported; these are: {', '.join(_HUB_FAMILIES)}"
+        )
+    if settings.has("quantization_config"):
+        method = settings.table("quantization_config").values.get("quant_method")
+        raise ModelError(
+            f"{path}: weights quantized by {method!r:.40} are not supported; take the model in bfloat16 or float16, "
+            "or as a .gguf file"
+        )
+    family = _HUB_FAMILIES[named[0]]
+    hidden_act = settings.text("hidden_act", "silu")
+    if hidden_act not in ("silu", "swish"):
+        raise ModelError(f"{path}: hidden_act {hidden_act!r:.40} is not supported; only silu is")
+    hidden_size = settings.size("hidden_size")
+    num_layers = settings.size("num_hidden_layers")
+    num_heads = settings.size("num_attention_heads")
+    head_dim = settings.size("head_dim", max(1, hidden_size // num_heads))
+    max_positions = settings.size("max_position_embeddings")
+    vocab_size = settings.size("vocab_size")
+    return _checked(
+        ModelConfig(
+            architecture=named[0],
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=settings.size("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=settings.size("num_key_value_heads", num_heads),
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
+            rope=_hub_rope(settings, head_dim, max_positions),
+            tie_word_embeddings=settings.flag("tie_word_embeddings", False),
+            qkv_bias=family.qkv_bias(settings),
+            output_bias=family.output_bias(settings),
+            mlp_bias=family.has_mlp_bias and settings.flag("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            sliding_windows=family.windows(settings, num_layers),
+            eos_token_ids=_hub_eos(folder, settings, vocab_size),
+            fused_files=family.fused_files,
+            file_dtype=file_dtype,
+        ),
+        str(path),
+    )
+
+
+def _hub_rope(settings: _Settings, head_dim: int, max_positions: int) -> RopeConfig:
+    """transformers 5 keeps all in rope_parameters, 4 has rope_theta at the top and rope_scaling for the stretching."""
+    rope = settings.table("rope_parameters" if settings.has("rope_parameters") else "rope_scaling")
+    theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * partial)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind in ("default", "dynamic"):
+        # Dynamic stretching sets in beyond max_position_embeddings only, which no sequence here passes.
+        return RopeConfig(theta, rotary_dim)
+    factor = rope.number("factor")
+    original = rope.size("original_max_position_embeddings", max_positions)
+    if kind == "linear":
+        return RopeConfig(theta, rotary_dim, kind, factor)
+    if kind == "llama3":
+        return RopeConfig(
+            theta,
+            rotary_dim,
+            kind,
+            factor,
+            original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    if kind == "yarn":
+        return RopeConfig(
+            theta,
+            rotary_dim,
+            kind,
+            factor,
+            original,
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            truncate=rope.flag("truncate", True),
+            attention_factor=_yarn_attention_factor(rope, factor),
+        )
+    raise ModelError(
+        f"{rope.source}: rope_type {kind!r:.40} is not supported; default, dynamic, linear, llama3 and yarn are"
+    )
+
+
+def _yarn_attention_factor(rope: _Settings, factor: float) -> float:
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor")
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        return _yarn_mscale(factor, rope.number("mscale")) / _yarn_mscale(factor, rope.number("mscale_all_dim"))
+    return _yarn_mscale(factor, 1.0)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _hub_eos(folder: Path, settings: _Settings, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json says which ids end a generation; only without it does config.json."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        generation = _Settings(_read_json(path), str(path))
+        if generation.has("eos_token_id"):
+            settings = generation
+    ids = settings.values.get("eos_token_id")
+    if ids is None:
+        return ()
+    return _known_ids(ids if isinstance(ids, list) else [ids], vocab_size, settings, "eos_token_id")
+
+
+def _known_ids(ids: list[object], vocab_size: int, settings: _Settings, key: str) -> tuple[int, ...]:
+    """The ids that the model can sample, each once."""
+    known: list[int] = []
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise settings.fail(key, "must be a token id or a list of them")
+        if 0 <= token_id < vocab_size and token_id not in known:
+            known.append(token_id)
+    return tuple(known)
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
+
+
+# GGUF metadata
+
+
+@dataclass(frozen=True, slots=True)
+class _GgufFamily:
+    interleaved_rope: bool = False
+    """Rows of q and k are ordered for llama.cpp's rotation of neighbouring pairs."""
+    fused_files: bool = False
+
+
+_GGUF_FAMILIES: Final = {
+    "llama": _GgufFamily(interleaved_rope=True),
+    "qwen2": _GgufFamily(),
+    "qwen3": _GgufFamily(),
+    "phi3": _GgufFamily(fused_files=True),
+}
+
+
+def has_interleaved_rope(architecture: str) -> bool:
+    """Whether the q and k rows of a GGUF of this architecture must be put back in the halves order."""
+    return _GGUF_FAMILIES[architecture].interleaved_rope
+
+
+def read_gguf_config(
+    metadata: Mapping[str, object],
+    tensor_names: Collection[str],
+    vocab_size: int,
+    rope_freqs: tuple[float, ...],
+    file_dtype: str,
+    source: str,
+) -> ModelConfig:
+    """The ModelConfig of a GGUF.
+
+    metadata: its keys, with plain numbers, texts and lists; vocab_size: rows of its embedding; rope_freqs: values of
+    its rope_freqs.weight, or empty; source: its path, for errors. Raises ModelError.
+    """
+    settings = _Settings(metadata, source)
+    architecture = settings.text("general.architecture", "")
+    if architecture not in _GGUF_FAMILIES:
+        raise ModelError(
+            f"{source}: architecture {architecture!r:.80} is not supported; these are: {', '.join(_GGUF_FAMILIES)}"
+        )
+    if settings.size("split.count", 1) > 1:
+        raise ModelError(f"{source}: a GGUF split into several files is not supported; merge it into one")
+    if metadata.get(f"{architecture}.expert_count"):
+        raise ModelError(f"{source}: mixtures of experts are not supported")
+    family = _GGUF_FAMILIES[architecture]
+    hidden_size = settings.size(f"{architecture}.embedding_length")
+    num_heads = settings.size(f"{architecture}.attention.head_count")
+    num_layers = settings.size(f"{architecture}.block_count")
+    head_dim = settings.size(f"{architecture}.attention.key_length", max(1, hidden_size // num_heads))
+    if settings.size(f"{architecture}.attention.value_length", head_dim) != head_dim:
+        raise settings.fail(f"{architecture}.attention.value_length", f"must be the key length, {head_dim}")
+    window_key = f"{architecture}.attention.sliding_window"
+    window = settings.size(window_key) if metadata.get(window_key) else None
+    return _checked(
+        ModelConfig(
+            architecture=architecture,
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=settings.size(f"{architecture}.feed_forward_length"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=settings.size(f"{architecture}.attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            max_position_embeddings=settings.size(f"{architecture}.context_length"),
+            rms_norm_eps=settings.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
+            rope=_gguf_rope(settings, architecture, head_dim, rope_freqs),
+            tie_word_embeddings="output.weight" not in tensor_names,
+            qkv_bias="blk.0.attn_q.bias" in tensor_names or "blk.0.attn_qkv.bias" in tensor_names,
+            output_bias="blk.0.attn_output.bias" in tensor_names,
+            mlp_bias="blk.0.ffn_down.bias" in tensor_names,
+            qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
+            sliding_windows=(window,) * num_layers,
+            eos_token_ids=_gguf_eos(settings, vocab_size),
+            fused_files=family.fused_files,
+            file_dtype=file_dtype,
+        ),
+        source,
+    )
+
+
+def _gguf_rope(
+    settings: _Settings, architecture: str, head_dim: int, frequency_divisors: tuple[float, ...]
+) -> RopeConfig:
+    theta = settings.number(f"{architecture}.rope.freq_base", 10000.0)
+    rotary_dim = settings.size(f"{architecture}.rope.dimension_count", head_dim)
+    kind = settings.text(f"{architecture}.rope.scaling.type", "none")
+    if frequency_divisors and len(frequency_divisors) != rotary_dim // 2:
+        raise ModelError(
+            f"{settings.source}: rope_freqs.weight must have {rotary_dim // 2} values, got {len(frequency_divisors)}"
+        )
+    if kind == "none":
+        return RopeConfig(theta, rotary_dim, frequency_divisors=frequency_divisors)
+    factor = settings.number(f"{architecture}.rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return RopeConfig(theta, rotary_dim, kind, factor, frequency_divisors=frequency_divisors)
+    if kind == "yarn":
+        return RopeConfig(
+            theta,
+            rotary_dim,
+            kind,
+            factor,
+            settings.size(f"{architecture}.rope.scaling.original_context_length"),
+            attention_factor=_yarn_mscale(factor, 1.0),
+            frequency_divisors=frequency_divisors,
+        )
+    raise ModelError(f"{settings.source}: rope scaling {kind!r:.40} is not supported; none, linear and yarn are")
+
+
+def _gguf_eos(settings: _Settings, vocab_size: int) -> tuple[int, ...]:
+    """The end of a text, and of a turn where the file names it apart."""
+    keys = [key for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if settings.has(key)]
+    return _known_ids([settings.values[key] for key in keys], vocab_size, settings, " / ".join(keys))
+
+
+def _checked(config: ModelConfig, source: str) -> ModelConfig:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(f"{source}: {config.num_heads} query heads do not share {config.num_kv_heads} KV heads evenly")
+    if config.rope.rotary_dim % 2 or not 0 < config.rope.rotary_dim <= config.head_dim:
+        raise ModelError(
+            f"{source}: {config.rope.rotary_dim} rotated dimensions do not fit a head of {config.head_dim}"
+        )
+    return config

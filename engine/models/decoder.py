@@ -1,0 +1,117 @@
+"""The one decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, Phi-3 and whoever else a ModelConfig describes."""
+
+import torch
+
+from engine.batch import ForwardBatch
+from engine.layers.attention import Attention
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMLP
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import RotaryTable, Rotation, default_frequencies, llama3_frequencies, yarn_frequencies
+from engine.models.config import ModelConfig, RopeConfig
+
+KVCache = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+
+class DecoderLayer:
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(
+        self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, activation_dtype: torch.dtype
+    ) -> None:
+        hidden_size, head_dim = config.hidden_size, config.head_dim
+        self.num_heads = config.num_heads
+        self.num_rotated_heads = config.num_heads + config.num_kv_heads
+        self.head_dim = head_dim
+        num_qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
+        self.input_norm = RMSNorm(hidden_size, config.rms_norm_eps, activation_dtype)
+        self.qkv = Linear(hidden_size, num_qkv_rows, config.qkv_bias, dtype)
+        self.query_norm = RMSNorm(head_dim, config.rms_norm_eps, activation_dtype) if config.qk_norm else None
+        self.key_norm = RMSNorm(head_dim, config.rms_norm_eps, activation_dtype) if config.qk_norm else None
+        self.attention = Attention(config.num_heads, config.num_kv_heads, head_dim, head_dim**-0.5, sliding_window)
+        self.output = Linear(config.num_heads * head_dim, hidden_size, config.output_bias, dtype)
+        self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps, activation_dtype)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        cache: KVCache,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden: [num_tokens, hidden_size], changed in place unless `rows` is given → the same shape.
+
+        rows: go on with these rows alone once keys and values are written: [len(rows), hidden_size] comes back.
+        """
+        heads = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        rotated, value = heads[:, : self.num_rotated_heads], heads[:, self.num_rotated_heads :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
+        rotated = rotation(rotated)
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        attended = self.attention(query, key, value, batch, cache)
+        if rows is not None:
+            attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
+        hidden += self.output(attended)
+        hidden += self.mlp(self.mlp_norm(hidden))
+        return hidden
+
+
+class Decoder:
+    """Packed tokens in, logits of the asked-for rows out. Weights are put in by engine.models.load."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, activation_dtype: torch.dtype) -> None:
+        """dtype: of the weights, before their products take them over. activation_dtype: of all between the layers."""
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
+        self.layers = [DecoderLayer(config, window, dtype, activation_dtype) for window in config.sliding_windows]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activation_dtype)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, dtype)
+        self.rotary = _rotary_table(config.rope, config.max_position_embeddings)
+
+    def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
+        """One step: write every token's keys and values, return the logits of batch.sample_rows.
+
+        kv_caches: one per layer, changed in place. Returns [num_samples, vocab_size] float32; with no sample rows the
+        last layer stops once its keys and values are written. No position may reach max_position_embeddings.
+        """
+        hidden = self.embedding(batch.token_ids)
+        rotation = self.rotary.at(batch.positions)
+        for layer, cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
+            hidden = layer(hidden, rotation, batch, cache)
+        if not len(batch.sample_rows):
+            # The products take at least one row; what row 0 comes to is dropped.
+            self.layers[-1](hidden, rotation, batch, kv_caches[-1], torch.zeros(1, dtype=torch.int64))
+            return torch.empty(0, self.config.vocab_size)
+        hidden = self.layers[-1](hidden, rotation, batch, kv_caches[-1], batch.sample_rows)
+        return self.head(self.norm(hidden)).float()
+
+    __call__ = forward
+
+
+def _rotary_table(rope: RopeConfig, max_positions: int) -> RotaryTable:
+    frequencies = default_frequencies(rope.theta, rope.rotary_dim)
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = llama3_frequencies(
+            frequencies, rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_positions
+        )
+    elif rope.kind == "yarn":
+        frequencies = yarn_frequencies(
+            rope.theta,
+            rope.rotary_dim,
+            rope.factor,
+            rope.original_max_positions,
+            rope.beta_fast,
+            rope.beta_slow,
+            rope.truncate,
+        )
+    if rope.frequency_divisors:
+        frequencies = frequencies / torch.tensor(rope.frequency_divisors)
+    return RotaryTable(frequencies, max_positions, rope.attention_factor)

@@ -1,0 +1,110 @@
+"""The engine's figures for /metrics: what happened, counted; how long it took, in histograms and recent means.
+
+Names stand without the `streamkv_` prefix. A counter that is split by a label has it in its name, as Prometheus
+writes it: `requests_ended_total{reason="stop"}`. Nothing here is called per token.
+"""
+
+import re
+from bisect import bisect_left
+from collections import Counter, deque
+from typing import Final
+
+from streamkv.protocol import Histogram
+
+LATENCY_BOUNDS_S: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0),
+)
+
+_RATE_WINDOW_S: Final = 10
+_RECENT_VALUES: Final = 256
+_MAX_CAUSES: Final = 32
+_CAUSE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+class Tally:
+    """A histogram that grows, and the mean of its newest values."""
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BOUNDS_S) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT_VALUES)
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+        self._recent.append(value)
+
+    @property
+    def recent_mean(self) -> float:
+        """Of the last 256 values; 0 before the first."""
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def histogram(self) -> Histogram:
+        return Histogram(list(self._bounds), list(self._counts), self._total)
+
+
+class Rate:
+    """Events per second over the last ten seconds."""
+
+    def __init__(self) -> None:
+        self._buckets: deque[tuple[int, int]] = deque()
+        """(second, events in it), oldest first."""
+
+    def add(self, now_s: float, count: int) -> None:
+        second = int(now_s)
+        if self._buckets and self._buckets[-1][0] == second:
+            count += self._buckets.pop()[1]
+        self._buckets.append((second, count))
+        self._drop_old(now_s)
+
+    def per_second(self, now_s: float) -> float:
+        self._drop_old(now_s)
+        if not self._buckets:
+            return 0.0
+        # A window that has only begun is measured over what has passed of it, and over no less than a second.
+        return sum(count for _, count in self._buckets) / max(1.0, now_s - self._buckets[0][0])
+
+    def _drop_old(self, now_s: float) -> None:
+        while self._buckets and self._buckets[0][0] <= now_s - _RATE_WINDOW_S:
+            self._buckets.popleft()
+
+
+class EngineStats:
+    """Everything that is counted over the engine's life. Gauges are asked of their owners when Stats is built."""
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self.generated = Rate()
+        self.queue = Tally()
+        """Seconds from arrival to the first step, per request."""
+        self.prefill = Tally()
+        """Seconds from the first step to the first token, per request."""
+        self.first_token = Tally()
+        """Seconds from arrival to the first token, per request."""
+        self.e2e = Tally()
+        """Seconds from arrival to the end, per request."""
+        self.decode_step = Tally()
+        """Seconds of a step with decodes only, launch to collect."""
+        self.batch_size = 0
+        """Sequences in the newest step."""
+        self._causes: set[str] = set()
+
+    def count_cause(self, cause: str) -> None:
+        """Count an abort. Causes come from outside: odd or ever new ones count as `other`."""
+        if cause not in self._causes:
+            if len(self._causes) < _MAX_CAUSES and _CAUSE.fullmatch(cause):
+                self._causes.add(cause)
+            else:
+                cause = "other"
+        self.counters[f'aborts_total{{cause="{cause}"}}'] += 1
+
+    def histograms(self) -> dict[str, Histogram]:
+        return {
+            "engine_queue_seconds": self.queue.histogram(),
+            "engine_prefill_seconds": self.prefill.histogram(),
+            "engine_time_to_first_token_seconds": self.first_token.histogram(),
+            "engine_e2e_seconds": self.e2e.histogram(),
+            "engine_decode_step_seconds": self.decode_step.histogram(),
+        }

@@ -1,0 +1,52 @@
+"""Who may go on to the engine now: the wait for one that starts, its bound, and the drain's closed door."""
+
+from typing import Final
+
+from gateway.engine_client import EngineClient, EngineUnavailable
+from streamkv.errors import StreamKVError
+from streamkv.protocol import Ready
+
+MAX_WAITING: Final = 2048
+"""Requests that wait for the engine to be ready; each holds its body."""
+DRAIN_RETRY_S: Final = 5.0
+
+
+class UnknownModel(StreamKVError):
+    """The request names a model that is not served here."""
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"the model {name!r} does not exist here; this server has {served!r}")
+
+
+class Admission:
+    """One gateway's door."""
+
+    def __init__(self, engine: EngineClient, startup_wait_s: float) -> None:
+        self._engine = engine
+        self._startup_wait_s = startup_wait_s
+        self.is_draining = False
+        self.num_waiting = 0
+
+    def check(self) -> None:
+        """Raises EngineUnavailable when no request is taken whatever it waits."""
+        if self.is_draining:
+            raise EngineUnavailable("the server is shutting down and takes no new work", DRAIN_RETRY_S)
+
+    async def enter(self) -> Ready:
+        """The engine's facts, when it takes work. Raises EngineUnavailable."""
+        self.check()
+        if self._engine.is_ready:
+            return await self._engine.wait_ready(0)
+        if self.num_waiting >= MAX_WAITING:
+            raise EngineUnavailable("too many requests wait for the engine to be ready", DRAIN_RETRY_S)
+        self.num_waiting += 1
+        try:
+            ready = await self._engine.wait_ready(self._startup_wait_s)
+        finally:
+            self.num_waiting -= 1
+        self.check()
+        return ready
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        self.is_draining = True

@@ -1,0 +1,168 @@
+"""The application: its routes, what turns exceptions into answers, and what lives as long as it does."""
+
+import asyncio
+import contextlib
+import logging
+import socket as posix_socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+from aiohttp import WSCloseCode, web
+from aiohttp.typedefs import Handler
+
+from gateway import keys
+from gateway.admission import Admission
+from gateway.engine_client import EngineClient, EngineState
+from gateway.errors import describe, describe_status
+from gateway.generation import Generation, TokenizerSource
+from gateway.metrics import GatewayMetrics
+from gateway.routes import chat, completions, ops, tokens, websocket
+from gateway.sse import KeepAlives
+from gateway.tokenizer import Tokenizer
+from streamkv.config import GatewayConfig
+from streamkv.transport import CurveKeys
+
+logger = logging.getLogger(__name__)
+
+SEND_BUFFER_BYTES: Final = 64 * 1024
+"""Of each accepted socket. Left alone, the kernel takes some 4 MB of a stream before anyone notices a slow reader."""
+SHUTDOWN_TIMEOUT_S: Final = 2.0
+_BACKLOG: Final = 1024
+
+
+def make_app(
+    config: GatewayConfig,
+    load_tokenizer: Callable[[], Tokenizer],
+    *,
+    endpoint: str,
+    curve_keys: CurveKeys | None = None,
+    on_state: Callable[[EngineState], None] | None = None,
+) -> web.Application:
+    """The gateway for the engine at `endpoint`. load_tokenizer is slow and called once, on a thread."""
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_answer_errors])
+    app[keys.CONFIG] = config
+    app[keys.STARTED_AT] = time.time()
+    app[keys.METRICS] = GatewayMetrics()
+    app[keys.KEEP_ALIVES] = KeepAlives(config.keepalive_s)
+    app[keys.SOCKETS] = keys.OpenSockets()
+    app[keys.TOKENIZER] = TokenizerSource(load_tokenizer)
+    app[keys.ENGINE] = EngineClient(
+        endpoint,
+        heartbeat_s=config.heartbeat_s,
+        engine_timeout_s=config.engine_timeout_s,
+        keys=curve_keys,
+        on_state=on_state,
+    )
+    app[keys.ADMISSION] = Admission(app[keys.ENGINE], config.startup_wait_s)
+    app[keys.GENERATION] = Generation(
+        config, app[keys.ENGINE], app[keys.TOKENIZER], app[keys.ADMISSION], app[keys.METRICS]
+    )
+    app.cleanup_ctx.append(_live)
+    app.on_shutdown.append(_end_streams)
+    app.router.add_post("/v1/chat/completions", chat.chat_completions)
+    app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_get("/v1/models", ops.models)
+    app.router.add_get("/v1/models/{name:.+}", ops.model)
+    app.router.add_get("/v1/stream", websocket.stream_socket)
+    app.router.add_post("/tokenize", tokens.tokenize)
+    app.router.add_post("/detokenize", tokens.detokenize)
+    app.router.add_get("/health", ops.health)
+    app.router.add_get("/ready", ops.ready)
+    app.router.add_get("/metrics", ops.metrics)
+    return app
+
+
+async def _live(app: web.Application) -> AsyncIterator[None]:
+    """The engine's connection and the tokenizer, from start to end."""
+    loading = app[keys.TOKENIZER].start()
+    app[keys.ENGINE].start()
+    yield
+    app[keys.ENGINE].close()
+    if not loading.done():
+        loading.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await loading
+    app[keys.TOKENIZER].close()
+
+
+async def _end_streams(app: web.Application) -> None:
+    """Streams that are still live are told that they end, while their connections stand."""
+    app[keys.ADMISSION].drain()
+    app[keys.GENERATION].cancel_all("drain")
+    for socket in list(app[keys.SOCKETS].live):
+        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is shutting down")
+
+
+@web.middleware
+async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error as an OpenAI-shaped body. One that comes after the headers breaks the connection off instead."""
+    headers: dict[str, str] = {}
+    try:
+        return await handler(request)
+    except ConnectionResetError:
+        return web.Response(status=499)  # nobody is there to be told
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        answer = describe_status(error.status, error.text or error.reason)
+        if "Allow" in error.headers:
+            headers["Allow"] = error.headers["Allow"]
+    except Exception as error:
+        answer = describe(error)
+        if answer.status == 500:
+            logger.exception("a request failed")
+    request.app[keys.METRICS].refused[str(answer.status)] += 1
+    headers |= answer.headers
+    return web.Response(body=answer.body, status=answer.status, content_type="application/json", headers=headers)
+
+
+class Server:
+    """The application behind an open port."""
+
+    def __init__(self, app: web.Application) -> None:
+        # Without handler_cancellation a handler would run on after its client has gone.
+        self._app = app
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
+        self.url = ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Open the port; the engine need not be there. Raises OSError when the address is taken."""
+        await self._runner.setup()
+        listener = _listen(host, port)
+        await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
+        address = listener.getsockname()
+        shown = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
+        self.url = f"http://[{shown}]:{address[1]}" if ":" in shown else f"http://{shown}:{address[1]}"
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new work, and wait until the live streams have ended or the grace period is over."""
+        app = self._app
+        app[keys.ADMISSION].drain()
+        num_live = app[keys.GENERATION].num_live
+        if num_live:
+            logger.info("draining live streams, a second signal ends them now")
+        await app[keys.GENERATION].wait_idle(grace_s)
+
+    async def close(self) -> None:
+        """End what is left, tell its clients, close the port."""
+        await self._runner.cleanup()
+
+
+def _listen(host: str, port: int) -> posix_socket.socket:
+    family, kind, protocol, _, address = posix_socket.getaddrinfo(
+        host, port, type=posix_socket.SOCK_STREAM, flags=posix_socket.AI_PASSIVE
+    )[0]
+    listener = posix_socket.socket(family, kind, protocol)
+    listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_REUSEADDR, 1)
+    # Accepted sockets inherit it.
+    listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    try:
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,292 @@
+"""Chat messages → the prompt's text, by the model's Jinja template, with a sure line between template and message.
+
+A template writes special tokens (`<|im_end|>`) to structure the prompt. The same characters inside a message are
+text. After rendering the two look alike, so before it every special token that starts inside a message has its
+first character replaced by a lone surrogate, one per character (`_Protection`). No message can hold a lone
+surrogate (they are refused), so none can forge one; the length of the text stays, and so do white space and all
+that templates strip, trim, split at or compare. What still reads as a special token in the rendered text was
+written by the template. `render` cuts there and puts the characters back.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from streamkv.errors import InvalidField, ModelError
+
+MAX_RENDERED_CHARS = 64 * 1024 * 1024
+"""A rendering longer than this is refused; every body within its limit stays far below with a template that prints
+each message a few times."""
+MAX_RENDER_S = 20.0
+"""A rendering that takes longer is refused, looked at between two pieces of output."""
+MAX_REPEATED = 1_000_000
+"""Largest value that `*` may make of a string or list inside a template."""
+
+ROLES = ("system", "user", "assistant", "tool")
+
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+"""What chat_template_kwargs may not set: the names that the request's own fields fill."""
+
+_FIRST_SURROGATE = 0xD800
+_CUT_MARK = "\udfff"
+_MAX_HIDDEN_CHARS = 0xDFFF - _FIRST_SURROGATE
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SPACE = re.compile(r"\s+")
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn: who speaks (one of ROLES), the text, and the speaker's name if the client gave one."""
+
+    role: str
+    content: str
+    name: str = ""
+
+
+class SpecialToken(msgspec.Struct, frozen=True):
+    """A token that structures prompts: its text, its id, and whether it swallows white space beside it."""
+
+    text: str
+    token_id: int
+    takes_left_space: bool = False
+    takes_right_space: bool = False
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks what a model was trained on. Here it only prints its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox (no attribute with an underscore, no change of what is handed in, ranges up to 100,000), which
+    also bounds what `*` and `**` make."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if not (isinstance(left, int | float) and isinstance(right, int | float) and abs(right) <= 64):
+                raise jinja2.exceptions.SecurityError("a power in a template takes numbers and an exponent up to 64")
+        else:
+            for sized, count in ((left, right), (right, left)):
+                too_long = isinstance(sized, str | list | tuple) and isinstance(count, int)
+                if too_long and len(sized) * count > MAX_REPEATED:
+                    raise jinja2.exceptions.SecurityError(f"a template may repeat a value up to {MAX_REPEATED} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.exceptions.TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML and non-ASCII, which models were not trained on
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _make_environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols], autoescape=False
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _Protection:
+    """Replaces the first character of every special token in a text by a lone surrogate, and back.
+
+    A text that ends with the beginning of a special token, or begins with the end of one, is treated alike there, so
+    that it cannot be completed by what the template puts beside it.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        tokens = sorted(set(texts), key=len, reverse=True)
+        beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
+        ends = {token[length:] for token in tokens for length in range(1, len(token))}
+        firsts = sorted({text[0] for text in (*tokens, *beginnings, *ends)})
+        if len(firsts) > _MAX_HIDDEN_CHARS:
+            raise ModelError(
+                f"the tokenizer's special tokens have {len(firsts)} different characters, too many to tell apart"
+            )
+        self._hide = {first: chr(_FIRST_SURROGATE + index) for index, first in enumerate(firsts)}
+        self._show = {_FIRST_SURROGATE + index: first for index, first in enumerate(firsts)}
+        # Look-ahead, so that tokens which overlap are all found; the longest beginning or end first
+        alternatives = [f"(?:{_any_of(tokens)})"] if tokens else []
+        if beginnings:
+            alternatives.append(rf"(?:{_any_of(beginnings)})\Z")
+        if ends:
+            alternatives.append(rf"\A(?:{_any_of(ends)})")
+        self._pattern = re.compile(rf"(?=({'|'.join(alternatives)}))[\s\S]") if alternatives else None
+
+    def hide(self, text: str) -> str:
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda match: self._hide[match.group()], text)
+
+    def show(self, text: str) -> str:
+        return text.translate(self._show)
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens of its model. Immutable; render may run in several threads."""
+
+    def __init__(self, source: str, special_tokens: Sequence[SpecialToken], named_tokens: Mapping[str, str]) -> None:
+        """named_tokens: what the template may print by name, such as bos_token. Raises ModelError."""
+        try:
+            source.encode()
+        except UnicodeEncodeError as error:
+            raise ModelError("the chat template holds a lone surrogate") from error
+        try:
+            self._template = _make_environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template does not compile: {error} (line {error.lineno})") from error
+        self._knows_tool_messages = re.search(r"\btool\b|\bipython\b", source) is not None
+        self._named_tokens = dict(named_tokens)
+        self._by_text = {token.text: token for token in special_tokens if token.text}
+        self._protection = _Protection(self._by_text)
+        self._splitter = re.compile(_any_of(self._by_text)) if self._by_text else None
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: Mapping[str, object],
+    ) -> list[str | SpecialToken]:
+        """The prompt as the template's own special tokens and the texts between them, each to be encoded in one piece.
+
+        continue_final_message: the prompt ends where the last message's text ends. template_kwargs: JSON values, also
+        protected. Raises InvalidField for `messages` (empty, or refused by the template), `chat_template_kwargs` and
+        `continue_final_message`. Cost: linear in the text, times what the template does with it.
+        """
+        if not messages:
+            raise InvalidField("messages", "must hold at least one message")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidField(
+                "continue_final_message", "cannot be true together with add_generation_prompt; set that to false"
+            )
+        given: list[dict[str, str]] = []
+        for index, message in enumerate(messages):
+            if message.role not in ROLES:
+                raise InvalidField(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}")
+            if message.role == "tool" and not self._knows_tool_messages:
+                raise InvalidField(f"messages[{index}].role", "this model's chat template has no tool messages")
+            content = self._protection.hide(message.content)
+            if continue_final_message and index == len(messages) - 1:
+                content += _CUT_MARK + " "
+            entry = {"role": message.role, "content": content}
+            if message.name:
+                entry["name"] = self._protection.hide(message.name)
+            given.append(entry)
+        rendered = self._run(given, add_generation_prompt, template_kwargs)
+        if continue_final_message:
+            rendered = self._cut(rendered)
+        return self._split(rendered)
+
+    def _run(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, template_kwargs: Mapping[str, object]
+    ) -> str:
+        taken = sorted(
+            TEMPLATE_NAMES.intersection(template_kwargs) | self._named_tokens.keys() & template_kwargs.keys()
+        )
+        if taken:
+            raise InvalidField("chat_template_kwargs", f"may not set {taken[0]!r}, which the server fills")
+        names = {
+            **self._named_tokens,
+            **{name: self._hide_all(value) for name, value in template_kwargs.items()},
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces: list[str] = []
+        num_chars = 0
+        give_up_at = time.monotonic() + MAX_RENDER_S
+        try:
+            for piece in self._template.generate(names):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise InvalidField(
+                        "messages", f"the chat template made more than {MAX_RENDERED_CHARS} characters of them"
+                    )
+                if time.monotonic() > give_up_at:
+                    raise InvalidField("messages", f"the chat template took longer than {MAX_RENDER_S:g} s over them")
+        except InvalidField:
+            raise
+        except Exception as error:  # a template is a program; whatever it raises is about what it was given
+            raise InvalidField("messages", f"the model's chat template refuses them: {self._explain(error)}") from error
+        return "".join(pieces)
+
+    def _explain(self, error: Exception) -> str:
+        """The error's text for a client: no surrogate of ours in it, and not endless."""
+        said = self._protection.show(str(error)).encode(errors="replace").decode() or type(error).__name__
+        return said if len(said) <= 500 else said[:500] + " …"
+
+    def _hide_all(self, value: object) -> object:
+        if isinstance(value, str):
+            if _SURROGATE.search(value):
+                raise InvalidField("chat_template_kwargs", "holds half a surrogate pair")
+            return self._protection.hide(value)
+        if isinstance(value, list):
+            return [self._hide_all(item) for item in value]
+        if isinstance(value, dict):
+            return {str(self._hide_all(key)): self._hide_all(item) for key, item in value.items()}
+        return value
+
+    def _cut(self, rendered: str) -> str:
+        """Drop what the template put after the last message; trim its end where the template trims messages."""
+        end = rendered.rfind(_CUT_MARK)
+        if end < 0:
+            raise InvalidField("continue_final_message", "this model's chat template does not print the last message")
+        kept = rendered[:end].replace(_CUT_MARK + " ", "").replace(_CUT_MARK, "")
+        return kept if rendered.startswith(" ", end + 1) else kept.rstrip()
+
+    def _split(self, rendered: str) -> list[str | SpecialToken]:
+        """White space beside a special token that takes it disappears, as when the whole text is encoded at once."""
+        if self._splitter is None:
+            return [self._protection.show(rendered)] if rendered else []
+        parts: list[str | SpecialToken] = []
+        start = 0
+        for match in self._splitter.finditer(rendered):
+            token = self._by_text[match.group()]
+            text = rendered[start : match.start()]
+            if token.takes_left_space:
+                text = text.rstrip()
+            if text:
+                parts.append(self._protection.show(text))
+            parts.append(token)
+            start = match.end()
+            if token.takes_right_space and (space := _SPACE.match(rendered, start)):
+                start = space.end()
+        if start < len(rendered):
+            parts.append(self._protection.show(rendered[start:]))
+        return parts

@@ -1,0 +1,508 @@
+"""The gateway's end of the wire: hello, heartbeats, requests out, every step's tokens to the streams they belong to.
+
+A step costs one frame and, per token, one dictionary look-up and one call: the sink writes to its client's transport
+before the next row is looked at. No task is switched and no future made on that path.
+
+A live request outlasts its engine. When an engine with another epoch is ready, each one is submitted again as prompt
+plus the tokens so far; when only the connection broke, each one is attached again from the first token that is
+missing here. Every submission has a fresh request id, so what an old one still brings is not taken for the new.
+"""
+
+import asyncio
+import enum
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from streamkv.errors import StreamKVError, WireDecodeError
+from streamkv.log import fields
+from streamkv.protocol import (
+    WIRE_VERSION,
+    Abort,
+    Attach,
+    Attached,
+    EngineMessage,
+    Finished,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Loading,
+    Pause,
+    Ready,
+    Rejected,
+    Resume,
+    Stats,
+    StepOutput,
+    Submit,
+    WireError,
+    decode_from_engine,
+    encode,
+    unpack_ids,
+)
+from streamkv.transport import CurveKeys, GatewaySocket, new_gateway_id
+
+logger = logging.getLogger(__name__)
+
+ACK_BYTES: Final = 64 * 1024
+"""Output received since the last heartbeat that makes the next one due at once: far under a quarter of any sensible
+max_unacked_bytes, so that the engine never waits for us."""
+_MAX_REQUEST_ID: Final = 2**31 - 1
+
+
+class EngineUnavailable(StreamKVError):
+    """No engine takes work now. Worth trying again."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineState(enum.Enum):
+    CONNECTING = enum.auto()
+    """Nobody answers at the endpoint yet."""
+    LOADING = enum.auto()
+    READY = enum.auto()
+    LOST = enum.auto()
+    """It was there, and its connection broke or it fell silent."""
+    INCOMPATIBLE = enum.auto()
+    """It speaks another wire version."""
+
+
+class Sink(Protocol):
+    """One live request, as the wire sees it. The client calls it on the event loop.
+
+    After its end (`is_done`) it gets no further call.
+    """
+
+    def push_token(self, token_id: int) -> None:
+        """One new token of choice 0, which does not end with it. Goes out at once."""
+
+    def push(self, choice: int, token_ids: list[int]) -> None:
+        """New tokens of a choice. Gathered until `flush`."""
+
+    def finish(self, finished: Finished) -> None:
+        """A choice's terminal entry, after its last token. Gathered until `flush`."""
+
+    def flush(self) -> None:
+        """The step is over for this request: what was gathered goes out in one write."""
+
+    def reject(self, rejected: Rejected) -> None:
+        """The engine did not take it."""
+
+    def break_off(self) -> None:
+        """One of the calls above raised: end with an error."""
+
+    def attached(self, attached: Attached) -> None:
+        """The engine's answer to an Attach: tokens from `from_token` on, those known already included."""
+
+    def submission(self, request_id: int) -> Submit | None:
+        """A Submit that goes on from the tokens so far. None when it must not be tried again; it has ended then."""
+
+    @property
+    def stream_id(self) -> bytes: ...
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that every choice has here: the first one that may be missing."""
+
+    @property
+    def is_paused(self) -> bool: ...
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class EngineClient:
+    """One gateway's connection to its engine. Everything runs on the event loop that called `start`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        heartbeat_s: float,
+        engine_timeout_s: float,
+        keys: CurveKeys | None = None,
+        on_state: Callable[[EngineState], None] | None = None,
+    ) -> None:
+        self._gateway_id = new_gateway_id()
+        self._heartbeat_s = heartbeat_s
+        self._engine_timeout_s = engine_timeout_s
+        self._on_state = on_state
+        self._socket = GatewaySocket(
+            endpoint,
+            self._gateway_id,
+            on_frame=self._on_frame,
+            on_connected=self._on_connected,
+            on_disconnected=self._on_disconnected,
+            keys=keys,
+        )
+        self.state = EngineState.CONNECTING
+        self.stage = "waiting for the engine"
+        self.percent = 0.0
+        self.ready: Ready | None = None
+        """What the newest engine said of itself; stays when it is lost."""
+        self.num_engine_losses = 0
+        self.num_resubmitted = 0
+        self.num_tokens = 0
+        self.num_bytes = 0
+        self.now = 0.0
+        """Loop time when the frame being handed out came in: one clock read for all tokens of a step."""
+        self._sinks: dict[int, Sink] = {}
+        self._request_ids = itertools.count(1)
+        self._id_by_sink: dict[Sink, int] = {}
+        self._unsent: set[Sink] = set()
+        """Live requests that the engine of now does not have."""
+        self._attaching: set[Sink] = set()
+        """Attached on a client's behalf: there is nothing to submit again before the answer."""
+        self._stats_queries: dict[int, asyncio.Future[Stats]] = {}
+        self._ready_event = asyncio.Event()
+        self._needs_attach = False
+        self._heard_at = 0.0
+        self._last_step = 0
+        self._bytes_since_heartbeat = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Begin to connect, from the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._socket.connect()
+        self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
+
+    def close(self) -> None:
+        """Drop the connection. Live requests are not told; whoever owns them ends them first."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._stats_queries.values():
+            future.cancel()
+        self._socket.close()
+
+    # Requests
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is EngineState.READY
+
+    @property
+    def num_live(self) -> int:
+        return len(self._id_by_sink)
+
+    async def wait_ready(self, timeout_s: float) -> Ready:
+        """The engine's facts once it takes work. Raises EngineUnavailable after `timeout_s`, or at once when waiting
+        cannot help."""
+        if self.state is not EngineState.READY and self.state is not EngineState.INCOMPATIBLE and timeout_s > 0:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._ready_event.wait()
+            except TimeoutError:
+                pass
+        if self.state is EngineState.READY and self.ready is not None:
+            return self.ready
+        raise self._unavailable(5.0)
+
+    def submit(self, sink: Sink) -> None:
+        """Start a request. With no engine at the moment it is sent when there is one."""
+        self._id_by_sink[sink] = 0
+        self._send_submission(sink)
+
+    def attach(self, sink: Sink) -> None:
+        """Take up a stream of the engine's, from the sink's first missing token. Raises EngineUnavailable."""
+        if self.state is not EngineState.READY:
+            raise self._unavailable(1.0)
+        self._attaching.add(sink)
+        self._send_attach(sink)
+
+    def abort(self, sink: Sink, cause: str) -> None:
+        """Stop a request and forget it. Its sink gets no further call. Harmless for one that has ended."""
+        request_id = self._forget(sink)
+        if request_id:
+            self._socket.send(encode(Abort(request_id, cause)))
+
+    def release(self, sink: Sink) -> None:
+        """Forget a request that goes on in the engine: somebody attaches to it."""
+        self._forget(sink)
+
+    def pause(self, sink: Sink) -> None:
+        """Its reader is slow: the engine sets it aside. A few steps' tokens may still come."""
+        request_id = self._id_by_sink.get(sink, 0)
+        if request_id:
+            self._socket.send(encode(Pause(request_id)))
+
+    def resume(self, sink: Sink) -> None:
+        request_id = self._id_by_sink.get(sink, 0)
+        if request_id:
+            self._socket.send(encode(Resume(request_id)))
+
+    async def stats(self, timeout_s: float) -> Stats | None:
+        """The engine's figures, or None when it does not answer in time."""
+        if self.state is not EngineState.READY:
+            return None
+        query_id = next(self._request_ids)
+        future: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats_queries[query_id] = future
+        try:
+            self._socket.send(encode(GetStats(query_id)))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._stats_queries[query_id]
+
+    def _take_id(self, sink: Sink) -> int:
+        """A fresh request id for this sink; an older one stops being known."""
+        old = self._id_by_sink.get(sink, 0)
+        if old:
+            self._sinks.pop(old, None)
+        request_id = next(self._request_ids)
+        if request_id >= _MAX_REQUEST_ID:
+            self._request_ids = itertools.count(1)
+        while request_id in self._sinks:
+            request_id = next(self._request_ids)
+        self._id_by_sink[sink] = request_id
+        self._sinks[request_id] = sink
+        return request_id
+
+    def _forget(self, sink: Sink) -> int:
+        request_id = self._id_by_sink.pop(sink, 0)
+        self._sinks.pop(request_id, None)
+        self._unsent.discard(sink)
+        self._attaching.discard(sink)
+        return request_id
+
+    def _send_submission(self, sink: Sink) -> None:
+        if self.state is not EngineState.READY:
+            self._unsent.add(sink)
+            return
+        submit = sink.submission(self._take_id(sink))
+        if submit is None:
+            self._forget(sink)
+        elif not self._socket.send(encode(submit)):
+            self._unsent.add(sink)
+        elif sink.is_paused:
+            self.pause(sink)
+
+    def _send_attach(self, sink: Sink) -> None:
+        request_id = self._take_id(sink)
+        if not self._socket.send(encode(Attach(request_id, sink.stream_id, sink.num_known_tokens))):
+            self._unsent.add(sink)
+
+    def _unavailable(self, retry_after_s: float) -> EngineUnavailable:
+        progress = f", {self.percent:.0f} %" if self.state is EngineState.LOADING else ""
+        return EngineUnavailable(f"the engine is not ready: {self.stage}{progress}; try again", retry_after_s)
+
+    # What comes in
+
+    def _on_frame(self, frame: bytes) -> None:
+        self.now = self._heard_at = self._time()
+        try:
+            message = decode_from_engine(frame)
+        except WireDecodeError as error:
+            logger.error("dropped a frame from the engine", extra=fields(error=str(error), num_bytes=len(frame)))
+            return
+        if type(message) is StepOutput:
+            self._on_step(message)
+            self._last_step = message.step
+            self.num_bytes += len(frame)
+            self._bytes_since_heartbeat += len(frame)
+            if self._bytes_since_heartbeat >= ACK_BYTES:
+                self._send_heartbeat()
+        else:
+            self._on_message(message)
+        if self.state is EngineState.LOST and self._socket.is_connected and type(message) is not Loading:
+            self._send_hello()  # it lives after all: have it say what it is
+
+    def _on_step(self, output: StepOutput) -> None:
+        """Hand a step's rows to their sinks. The common step has one token for each of many requests."""
+        request_ids = unpack_ids(output.request_ids)
+        token_ids = unpack_ids(output.token_ids)
+        self.num_tokens += len(token_ids)
+        sinks = self._sinks
+        if output.num_tokens or output.choices:
+            self._on_mixed_step(output, request_ids, token_ids)
+            return
+        gathering = {finished.request_id for finished in output.finished}
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            sink = sinks.get(request_id)
+            if sink is None:
+                continue
+            if request_id in gathering:
+                sink.push(0, [token_id])
+            else:
+                try:
+                    sink.push_token(token_id)
+                except Exception as error:
+                    self._break(sink, error)
+        if gathering:
+            self._on_ends(output.finished, gathering)
+
+    def _on_mixed_step(self, output: StepOutput, request_ids: list[int], token_ids: list[int]) -> None:
+        counts = unpack_ids(output.num_tokens) if output.num_tokens else [1] * len(request_ids)
+        choices = unpack_ids(output.choices) if output.choices else [0] * len(request_ids)
+        start = 0
+        for request_id, choice, count in zip(request_ids, choices, counts, strict=True):
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                sink.push(choice, token_ids[start : start + count])
+            start += count
+        self._on_ends(output.finished, {*request_ids, *(finished.request_id for finished in output.finished)})
+
+    def _on_ends(self, ends: list[Finished], gathering: set[int]) -> None:
+        """Give the terminal entries out, and flush the requests that gathered tokens of this step."""
+        lost: dict[Sink, None] = {}
+        for finished in ends:
+            sink = self._sinks.get(finished.request_id)
+            if sink is None:
+                continue
+            if finished.finish_reason == "abort" and finished.cause == "gateway_lost":
+                lost[sink] = None  # it took us for dead; we are not
+            else:
+                try:
+                    sink.finish(finished)
+                except Exception as error:
+                    self._break(sink, error)
+        for request_id in gathering:
+            sink = self._sinks.get(request_id)
+            if sink is not None and sink not in lost:
+                try:
+                    sink.flush()
+                except Exception as error:
+                    self._break(sink, error)
+                if sink.is_done:
+                    self._forget(sink)
+        for sink in lost:
+            self.num_resubmitted += 1
+            self._send_submission(sink)
+
+    def _break(self, sink: Sink, error: Exception) -> None:
+        """A fault of ours in one stream: it ends, the others and the connection do not notice."""
+        logger.error("a stream broke on what the engine sent", exc_info=error)
+        self.abort(sink, "internal_error")
+        sink.break_off()
+
+    def _on_message(self, message: EngineMessage) -> None:
+        match message:
+            case Heartbeat() | StepOutput():
+                pass
+            case Ready():
+                self._on_ready(message)
+            case Loading():
+                self.stage, self.percent = message.stage, message.percent
+                self._set_state(EngineState.LOADING)
+            case Rejected():
+                self._on_rejected(message)
+            case Attached():
+                sink = self._sinks.get(message.request_id)
+                if sink is not None:
+                    self._attaching.discard(sink)
+                    try:
+                        sink.attached(message)
+                    except Exception as error:
+                        self._break(sink, error)
+                    if sink.is_done:
+                        self._forget(sink)
+            case Stats():
+                query = self._stats_queries.get(message.query_id)
+                if query is not None and not query.done():
+                    query.set_result(message)
+            case WireError():
+                self._on_wire_error(message)
+
+    def _on_ready(self, ready: Ready) -> None:
+        is_new = self.ready is None or self.ready.epoch != ready.epoch
+        self.ready = ready
+        self.stage, self.percent = "ready", 100.0
+        if is_new:
+            self._last_step = 0
+        self._set_state(EngineState.READY)
+        unsent, self._unsent = self._unsent, set()
+        for sink in list(self._id_by_sink):
+            if sink in self._attaching:
+                self._send_attach(sink)  # what it knows of a stream it can only have kept itself
+            elif is_new or sink in unsent:
+                if self._id_by_sink[sink]:
+                    self.num_resubmitted += 1
+                self._send_submission(sink)
+            elif self._needs_attach:
+                self._send_attach(sink)
+        self._needs_attach = False
+
+    def _on_rejected(self, rejected: Rejected) -> None:
+        sink = self._sinks.get(rejected.request_id)
+        if sink is None:
+            return
+        if rejected.code == "unknown_stream" and sink not in self._attaching:
+            self._send_submission(sink)  # attached again after a broken connection, but the engine let it go
+            return
+        self._forget(sink)
+        sink.reject(rejected)
+
+    def _on_wire_error(self, error: WireError) -> None:
+        if error.code == "wire_version":
+            self.stage = error.message
+            self._set_state(EngineState.INCOMPATIBLE)
+            logger.error("the engine speaks another wire version", extra=fields(error=error.message))
+            return
+        sink = self._sinks.get(error.request_id)
+        if error.code in ("hello_first", "not_ready"):
+            if sink is not None:
+                self._unsent.add(sink)
+            self._set_state(EngineState.LOST)
+            self._send_hello()
+            return
+        logger.error("the engine dropped a message", extra=fields(code=error.code, error=error.message))
+        if sink is not None:
+            self._forget(sink)
+            sink.reject(Rejected(error.request_id, "internal", error.message))
+
+    # The connection
+
+    def _on_connected(self) -> None:
+        self._heard_at = self._time()
+        self._send_hello()
+
+    def _on_disconnected(self) -> None:
+        if self.state is not EngineState.INCOMPATIBLE:
+            self._lose("the engine's connection broke")
+
+    def _lose(self, why: str) -> None:
+        if self.state is EngineState.READY:
+            self.num_engine_losses += 1
+            logger.warning("engine lost", extra=fields(reason=why, num_live=self.num_live))
+        self._needs_attach = True
+        self.stage, self.percent = why, 0.0
+        self._set_state(EngineState.LOST)
+
+    def _tick(self) -> None:
+        loop = self._loop
+        assert loop is not None
+        self._timer = loop.call_later(self._heartbeat_s, self._tick)
+        if not self._socket.is_connected:
+            return
+        if self._time() - self._heard_at > self._engine_timeout_s and self.state is not EngineState.LOST:
+            self._lose(f"the engine said nothing for {self._engine_timeout_s:g} s")
+        self._send_heartbeat()
+
+    def _send_heartbeat(self) -> None:
+        self._bytes_since_heartbeat = 0
+        self._socket.send(encode(Heartbeat(self._last_step, self.ready.epoch if self.ready is not None else 0)))
+
+    def _send_hello(self) -> None:
+        self._socket.send(encode(Hello(WIRE_VERSION, self._gateway_id)))
+
+    def _set_state(self, state: EngineState) -> None:
+        if state is self.state and state is not EngineState.LOADING:
+            return
+        self.state = state
+        if state is EngineState.READY:
+            self._ready_event.set()
+        else:
+            self._ready_event.clear()
+        if self._on_state is not None:
+            self._on_state(state)
+
+    def _time(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()

@@ -1,0 +1,96 @@
+"""What operators and load balancers ask: alive, ready, figures; and which models there are."""
+
+import time
+from typing import Final
+
+from aiohttp import web
+
+from gateway import keys
+from gateway.admission import UnknownModel
+from gateway.answers import json_bytes
+from gateway.engine_client import EngineUnavailable
+from gateway.metrics import CONTENT_TYPE, render
+
+STATS_TIMEOUT_S: Final = 2.0
+
+
+def _json(fields: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=json_bytes(fields), status=status, content_type="application/json", headers=headers)
+
+
+async def health(request: web.Request) -> web.Response:
+    """Whether this process is alive. Waits for nothing."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Whether the engine takes work: 200, or 503 with the stage of its start and how far that is."""
+    engine, admission = request.app[keys.ENGINE], request.app[keys.ADMISSION]
+    if admission.is_draining:
+        return _json({"status": "draining", "stage": "shutting down", "percent": 0.0}, 503, {"Retry-After": "5"})
+    if not engine.is_ready:
+        fields: dict[str, object] = {
+            "status": engine.state.name.lower(),
+            "stage": engine.stage,
+            "percent": round(engine.percent, 1),
+        }
+        return _json(fields, 503, {"Retry-After": "1"})
+    if not request.app[keys.TOKENIZER].is_loaded:
+        return _json(
+            {"status": "loading", "stage": "loading the tokenizer", "percent": 99.0}, 503, {"Retry-After": "1"}
+        )
+    return _json({"status": "ready", "stage": "ready", "percent": 100.0})
+
+
+async def models(request: web.Request) -> web.Response:
+    """OpenAI's list, of one."""
+    await request.app[keys.ADMISSION].enter()
+    return _json({"object": "list", "data": [_model(request)]})
+
+
+async def model(request: web.Request) -> web.Response:
+    """One model by its name, which may hold slashes."""
+    await request.app[keys.ADMISSION].enter()
+    name = request.match_info["name"]
+    if name != request.app[keys.GENERATION].model_name:
+        raise UnknownModel(name, request.app[keys.GENERATION].model_name)
+    return _json(_model(request))
+
+
+def _model(request: web.Request) -> dict[str, object]:
+    facts = request.app[keys.ENGINE].ready
+    if facts is None:
+        raise EngineUnavailable("the engine is not ready")
+    return {
+        "id": request.app[keys.GENERATION].model_name,
+        "object": "model",
+        "created": int(request.app[keys.STARTED_AT]),
+        "owned_by": "streamkv",
+        "root": facts.model.name,
+        "max_model_len": facts.model.max_model_len,
+    }
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text: the engine's figures and the gateway's."""
+    app = request.app
+    engine, generation = app[keys.ENGINE], app[keys.GENERATION]
+    stats = await engine.stats(STATS_TIMEOUT_S)
+    body = render(
+        app[keys.METRICS],
+        gauges={
+            "gateway_live_streams": generation.num_live,
+            "gateway_waiting_for_engine": app[keys.ADMISSION].num_waiting,
+            "gateway_websockets": len(app[keys.SOCKETS].live),
+            "gateway_uptime_seconds": time.time() - app[keys.STARTED_AT],
+            "engine_ready": float(engine.is_ready),
+        },
+        counters={
+            "gateway_engine_losses_total": engine.num_engine_losses,
+            "gateway_resubmitted_total": engine.num_resubmitted,
+            "gateway_wire_tokens_total": engine.num_tokens,
+            "gateway_wire_bytes_total": engine.num_bytes,
+        },
+        engine=stats,
+    )
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})

@@ -1,0 +1,245 @@
+"""GET /v1/stream: many generations on one WebSocket. docs/websocket.md is the protocol."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+
+from gateway import keys
+from gateway.errors import error_fields
+from gateway.schema import decode_msgpack_object, decode_object, generate_from_fields
+from gateway.socket_events import JSON_PROTOCOL, MSGPACK_PROTOCOL, EventCodec, JsonCodec, MsgpackCodec, SocketOutlet
+from gateway.streams import BoundedWriter, Ending, Stream, UnknownStream, Usage
+from streamkv.errors import InvalidField, StreamKVError
+from streamkv.protocol import STREAM_ID_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_GENERATIONS: Final = 1024
+"""Live ones of one socket."""
+MAX_ID_CHARS: Final = 128
+MAX_GRACE_S: Final = 3600.0
+_PING_S: Final = 20.0
+_OFF_LOOP_BYTES: Final = 128 * 1024
+
+
+async def stream_socket(request: web.Request) -> web.WebSocketResponse:
+    """One socket from its handshake to its end."""
+    app = request.app
+    socket = web.WebSocketResponse(
+        protocols=(JSON_PROTOCOL, MSGPACK_PROTOCOL),
+        heartbeat=_PING_S,
+        max_msg_size=app[keys.CONFIG].max_body_bytes,
+        compress=False,
+    )
+    await socket.prepare(request)
+    if request.transport is None:
+        return socket
+    session = _Session(app, is_msgpack=socket.ws_protocol == MSGPACK_PROTOCOL, transport=request.transport)
+    app[keys.SOCKETS].live.add(socket)
+    try:
+        async for message in socket:
+            await session.take(message)
+    finally:
+        app[keys.SOCKETS].live.discard(socket)
+        session.close()
+    if socket.close_code == WSCloseCode.MESSAGE_TOO_BIG:
+        logger.info("closed a WebSocket: message too big")
+    return socket
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """What the client knows by an id of its own."""
+
+    outlet: SocketOutlet
+    stream: Stream | None = None
+    """None until it is checked, encoded and submitted."""
+    task: asyncio.Task[None] | None = None
+    is_paused: bool = False
+
+
+class _Session:
+    """One socket's generations; they share its writer and so its bound on unread output."""
+
+    def __init__(self, app: web.Application, *, is_msgpack: bool, transport: asyncio.WriteTransport) -> None:
+        self._app = app
+        self._decode = decode_msgpack_object if is_msgpack else decode_object
+        self._codec: EventCodec = MsgpackCodec() if is_msgpack else JsonCodec()
+        self._is_msgpack = is_msgpack
+        self._writer = BoundedWriter(app[keys.CONFIG].max_stream_buffer_bytes, self._on_full, self._on_drained)
+        self._writer.open(transport)
+        self._live: dict[str, _Generation] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take(self, message: WSMessage) -> None:
+        """One message of the client. Whatever is wrong with it is answered, and the socket stays open."""
+        client_id: str | None = None
+        try:
+            if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
+                return
+            if (message.type is WSMsgType.BINARY) != self._is_msgpack:
+                taken = "binary msgpack frames" if self._is_msgpack else "JSON text frames"
+                raise InvalidField("frame", f"this socket's subprotocol takes {taken}")
+            data = message.data.encode() if isinstance(message.data, str) else message.data
+            fields = await asyncio.to_thread(self._decode, data) if len(data) > _OFF_LOOP_BYTES else self._decode(data)
+            kind = fields.pop("type", None)
+            if kind == "ping":
+                self._send({"type": "pong"})
+                return
+            if not isinstance(kind, str) or kind not in ("generate", "attach", "cancel", "pause", "resume"):
+                raise InvalidField(
+                    "type", f"must be generate, attach, cancel, pause, resume or ping, got {kind!r}"[:300]
+                )
+            client_id = _take_id(fields)
+            if kind in ("generate", "attach"):
+                self._begin(kind, client_id, fields)
+            else:
+                _refuse_rest(fields)
+                self._steer(kind, client_id)
+        except (StreamKVError, UnicodeEncodeError) as error:
+            self._send_error(client_id, error)
+
+    def close(self) -> None:
+        """The socket is gone: what nobody can attach to is aborted."""
+        self._writer.close()
+        for task in self._tasks:
+            task.cancel()
+        for generation in list(self._live.values()):
+            if generation.stream is not None:
+                self._app[keys.GENERATION].leave(generation.stream)
+        self._live.clear()
+
+    def _begin(self, kind: str, client_id: str, fields: dict[str, object]) -> None:
+        if client_id in self._live:
+            raise InvalidField("id", f"{client_id!r} is the id of a live generation on this socket")
+        if len(self._live) >= MAX_GENERATIONS:
+            raise InvalidField("id", f"this socket has {MAX_GENERATIONS} live generations, which is the most")
+        outlet = SocketOutlet(
+            self._writer,
+            self._codec,
+            client_id,
+            error_fields=error_fields,
+            on_close=lambda: self._forget(client_id, generation),
+        )
+        generation = _Generation(outlet)
+        run = self._generate if kind == "generate" else self._attach
+        self._live[client_id] = generation
+        generation.task = asyncio.create_task(self._guard(run, client_id, generation, fields))
+        self._tasks.add(generation.task)
+        generation.task.add_done_callback(self._tasks.discard)
+
+    async def _guard(
+        self,
+        run: Callable[[_Generation, dict[str, object]], Awaitable[None]],
+        client_id: str,
+        generation: _Generation,
+        fields: dict[str, object],
+    ) -> None:
+        """Whatever happens before the stream stands is told to the client."""
+        try:
+            await run(generation, fields)
+        except StreamKVError as error:
+            generation.outlet.fail(error)
+            self._forget(client_id, generation)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("a WebSocket request failed")
+            self._send_error(client_id, error)
+            self._forget(client_id, generation)
+
+    async def _generate(self, generation: _Generation, fields: dict[str, object]) -> None:
+        service = self._app[keys.GENERATION]
+        grace_s = _take_grace(fields)
+        parsed = generate_from_fields(fields, await service.limits())
+        prepared = await service.prepare(parsed, attach_grace_s=grace_s)
+        stream = service.start(prepared, generation.outlet)
+        self._stands(generation, stream)
+
+    async def _attach(self, generation: _Generation, fields: dict[str, object]) -> None:
+        text, from_token = fields.pop("stream_id", None), fields.pop("from_token", 0)
+        _refuse_rest(fields)
+        if not isinstance(from_token, int) or isinstance(from_token, bool) or not 0 <= from_token < 2**31:
+            raise InvalidField("from_token", f"must be a whole number from 0 on, got {from_token!r}"[:300])
+        try:
+            stream_id = bytes.fromhex(text) if isinstance(text, str) else b""
+        except ValueError:
+            stream_id = b""
+        if len(stream_id) != STREAM_ID_BYTES:
+            raise InvalidField("stream_id", "must be the 32 hex digits that `started` gave")
+        self._stands(generation, await self._app[keys.GENERATION].attach(stream_id, from_token, generation.outlet))
+
+    def _stands(self, generation: _Generation, stream: Stream) -> None:
+        generation.stream = stream
+        if generation.is_paused:
+            stream.pause("client")
+        if self._writer.is_full:
+            stream.pause("slow reader")
+
+    def _steer(self, kind: str, client_id: str) -> None:
+        generation = self._live.get(client_id)
+        if generation is None:
+            raise UnknownStream(f"this socket has no live generation {client_id!r}")
+        stream = generation.stream
+        if kind == "cancel":
+            if stream is not None:
+                stream.cancel("cancelled")
+            elif generation.task is not None:
+                generation.task.cancel()
+                generation.outlet.end(0, Ending("abort", "cancelled"))
+                generation.outlet.close(Usage(0, 0), None)
+            return
+        generation.is_paused = kind == "pause"
+        if stream is not None:
+            if generation.is_paused:
+                stream.pause("client")
+            else:
+                stream.resume("client")
+        self._send({"type": "paused" if generation.is_paused else "resumed", "id": client_id})
+
+    def _forget(self, client_id: str, generation: _Generation) -> None:
+        if self._live.get(client_id) is generation:
+            del self._live[client_id]
+
+    def _send(self, fields: dict[str, object]) -> None:
+        self._writer.write(self._codec.event(fields))
+
+    def _send_error(self, client_id: str | None, error: Exception) -> None:
+        self._send({"type": "error", "id": client_id, "error": error_fields(error)})
+
+    def _on_full(self) -> None:
+        self._app[keys.METRICS].num_slow_reader_pauses += 1
+        for generation in self._live.values():
+            if generation.stream is not None:
+                generation.stream.pause("slow reader")
+
+    def _on_drained(self) -> None:
+        for generation in self._live.values():
+            if generation.stream is not None:
+                generation.stream.resume("slow reader")
+
+
+def _take_id(fields: dict[str, object]) -> str:
+    value = fields.pop("id", None)
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
+        raise InvalidField("id", f"must be a text of 1 to {MAX_ID_CHARS} characters, chosen by the client")
+    return value
+
+
+def _take_grace(fields: dict[str, object]) -> float:
+    value = fields.pop("attach_grace_s", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_GRACE_S:
+        raise InvalidField(
+            "attach_grace_s", f"must be a number of seconds from 0 to {MAX_GRACE_S:g}, got {value!r}"[:300]
+        )
+    return float(value)
+
+
+def _refuse_rest(fields: dict[str, object]) -> None:
+    if fields:
+        name = next(iter(fields))
+        raise InvalidField(str(name)[:100], "is not a field of this message")

@@ -1,0 +1,140 @@
+"""Owns the engine's process: starts it, starts it again with back-off when it ends, and stops it.
+
+The engine ends with its parent (it watches for that, `engine/__main__.py`), so a gateway that is killed leaves no
+engine behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from streamkv.errors import StreamKVError
+from streamkv.log import fields
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S: Final = 0.25
+MAX_BACKOFF_S: Final = 15.0
+HEALTHY_S: Final = 60.0
+"""An engine that lived this long after it was ready starts with the shortest back-off again."""
+MAX_FAILED_STARTS: Final = 5
+"""Ends in a row without having been ready, after which the supervisor gives up."""
+EXIT_USAGE: Final = 2
+"""The engine's exit code for settings or a model that no restart can mend."""
+
+
+class EngineFailed(StreamKVError):
+    """The engine cannot run; `exit_code` is what this process should end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Supervisor:
+    """Runs one child at a time. `run` is the task to keep; it ends by cancellation, or with EngineFailed."""
+
+    def __init__(
+        self, command: Sequence[str], *, stop_grace_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """command: the child's argument list. stop_grace_s: from SIGTERM to SIGKILL."""
+        self._command = list(command)
+        self._stop_grace_s = stop_grace_s
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+        self._was_ready = False
+        self._ready_at = 0.0
+        self.num_restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The living child's process id."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    def note_ready(self) -> None:
+        """The child takes work: its start has not failed."""
+        if not self._was_ready:
+            self._was_ready = True
+            self._ready_at = self._clock()
+
+    async def run(self) -> None:
+        """Keep a child running. Raises EngineFailed when it ends with EXIT_USAGE before it was ready, or has failed
+        to start MAX_FAILED_STARTS times in a row. When cancelled, the child has ended before this returns."""
+        num_failed = 0
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            self._was_ready = False
+            code = await self._run_once()
+            if self._was_ready:
+                num_failed = 0
+                if self._clock() - self._ready_at >= HEALTHY_S:
+                    backoff_s = FIRST_BACKOFF_S
+            else:
+                num_failed += 1
+                if code == EXIT_USAGE:
+                    raise EngineFailed("the engine refused its settings or its model; see its message above", code)
+                if num_failed >= MAX_FAILED_STARTS:
+                    raise EngineFailed(f"the engine failed to start {num_failed} times ({describe_exit(code)})", 1)
+            logger.error("engine ended", extra=fields(exit=describe_exit(code), restart_in_s=backoff_s))
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            self.num_restarts += 1
+
+    async def _run_once(self) -> int:
+        # Of a session of its own, so that a Ctrl-C on the terminal reaches the parent alone, which then stops both.
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "STREAMKV_EXIT_WITH_PARENT": "1"},
+        )
+        self._process = process
+        logger.info("engine started", extra=fields(pid=process.pid))
+        try:
+            return await process.wait()
+        finally:
+            await asyncio.shield(self._stop(process))
+
+    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+        """SIGTERM, then SIGKILL; returns when the child is gone."""
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(self._stop_grace_s):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("engine did not stop in time; killed", extra=fields(pid=process.pid))
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL at once, for a second signal from an impatient user."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def engine_command(engine_args: Sequence[str]) -> list[str]:
+    """The engine's argument list, with this interpreter."""
+    return [sys.executable, "-m", "engine", *engine_args]
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

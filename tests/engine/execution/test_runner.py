@@ -1,0 +1,213 @@
+"""The executor on a CPU, with a tiny random model."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.execution.runner import CpuRunner, default_num_threads
+from engine.executor import DeviceLimits, Executor
+from engine.plan import NewSequence, ScheduledSequence, StepPlan
+from streamkv.config import EngineConfig
+from streamkv.errors import ConfigError, ModelError
+from streamkv.protocol import ModelFacts
+from streamkv.sampling import SamplingParams
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def ignore(stage: str, percent: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> Iterator[tuple[CpuRunner, ModelFacts, DeviceLimits]]:
+    runner = CpuRunner(EngineConfig(model=str(model_folder), dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=8))
+    yield runner, *runner.load(ignore)
+    runner.close()
+
+
+@pytest.fixture
+def run(loaded: tuple[CpuRunner, ModelFacts, DeviceLimits]) -> Callable[[StepPlan], list[int]]:
+    runner = loaded[0]
+    return lambda plan: runner.collect(runner.launch(plan, lambda: None)).token_ids
+
+
+def facts(sequence_id: int, num_prompt: int, temperature: float = 0.0) -> NewSequence:
+    sampling = SamplingParams(seed=5, max_tokens=100, temperature=temperature)
+    return NewSequence(sequence_id, 0, sampling, num_prompt, ())
+
+
+def entry(
+    sequence_id: int, start: int, ids: list[int], blocks: list[int] | None = None, samples: bool = True
+) -> ScheduledSequence:
+    return ScheduledSequence(sequence_id, start, len(ids), len(ids) > 1, samples, ids, blocks or [])
+
+
+def test_facts_and_limits_are_the_models_and_the_machines(
+    loaded: tuple[CpuRunner, ModelFacts, DeviceLimits], model_folder: Path
+) -> None:
+    runner, model, limits = loaded
+    executor: Executor = runner
+    assert executor.max_in_flight == 1
+    assert (model.name, model.vocab_size, model.max_model_len) == (model_folder.name, 320, 256)
+    assert (model.eos_token_ids, model.dtype, model.device) == ([2], "float32", "cpu")
+    assert limits.block_size == BLOCK_SIZE
+    assert limits.num_blocks == 8 * 256 // BLOCK_SIZE + 1
+    assert 128 <= limits.max_num_batched_tokens <= 8192
+
+
+def test_tokens_equal_those_of_transformers(run: Callable[[StepPlan], list[int]], model_folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    prompt = [7, 99, 250, 31, 8, 4, 77]
+    wanted = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    tokens = run(StepPlan(1, [entry(1, 0, prompt, [9, 3])], new_sequences=[facts(1, 7)]))
+    for i in range(11):
+        blocks = [20 + i] if (7 + i) % BLOCK_SIZE == 0 else []
+        tokens += run(StepPlan(2, [entry(1, 7 + i, tokens[-1:], blocks)]))
+    run(StepPlan(3, [], finished_sequence_ids=[1]))
+    assert tokens == wanted[0, 7:].tolist()
+
+
+def test_a_chunk_that_does_not_end_the_prompt_samples_nothing(run: Callable[[StepPlan], list[int]]) -> None:
+    first = StepPlan(1, [entry(1, 0, [7, 99, 250], [5], samples=False)], new_sequences=[facts(1, 5)])
+    assert run(first) == []
+    (token,) = run(StepPlan(2, [entry(1, 3, [31, 8], [6])], finished_sequence_ids=[]))
+    whole = StepPlan(3, [entry(2, 0, [7, 99, 250, 31, 8], [7, 8])], new_sequences=[facts(2, 5)])
+    assert run(whole) == [token]
+
+
+def test_a_copied_block_goes_on_like_its_source(run: Callable[[StepPlan], list[int]]) -> None:
+    prompt = [7, 99, 250, 31, 8, 4]
+    (token,) = run(StepPlan(1, [entry(1, 0, prompt, [9, 3])], new_sequences=[facts(1, 6)]))
+    # Sequence 2 shares block 9 and gets a copy of block 3, into which both then write.
+    step = StepPlan(
+        2,
+        [entry(1, 6, [token]), entry(2, 6, [token], [9, 14])],
+        new_sequences=[facts(2, 6)],
+        block_copies=[(3, 14)],
+    )
+    first, second = run(step)
+    assert first == second
+    assert run(StepPlan(3, [entry(1, 7, [first]), entry(2, 7, [(first + 1) % 320])])) != [first, first]
+    run(StepPlan(4, [], finished_sequence_ids=[1, 2]))
+
+
+def test_a_preempted_sequence_is_computed_again_to_the_same_tokens(run: Callable[[StepPlan], list[int]]) -> None:
+    prompt = [7, 99, 250, 31, 8, 4]
+    tokens = run(StepPlan(1, [entry(1, 0, prompt, [9, 3])], new_sequences=[facts(1, 6, temperature=1.0)]))
+    tokens += run(StepPlan(2, [entry(1, 6, tokens)]))
+    again = StepPlan(
+        3, [entry(1, 0, [*prompt, tokens[0]], [30, 31])], preempted_sequence_ids=[1], readmitted_sequence_ids=[1]
+    )
+    assert run(again) == tokens[1:]
+    run(StepPlan(4, [], finished_sequence_ids=[1]))
+
+
+def test_launch_returns_at_once_and_on_done_is_called_from_the_worker(
+    loaded: tuple[CpuRunner, ModelFacts, DeviceLimits],
+) -> None:
+    runner = loaded[0]
+    callers: list[threading.Thread] = []
+    done = threading.Event()
+
+    def on_done() -> None:
+        callers.append(threading.current_thread())
+        done.set()
+
+    plan = StepPlan(1, [entry(1, 0, list(range(200)), list(range(1, 51)))], new_sequences=[facts(1, 200)])
+    launch = runner.launch(plan, on_done)
+    assert launch.plan is plan
+    assert done.wait(10)
+    assert launch.is_done
+    assert len(runner.collect(launch).token_ids) == 1
+    assert callers != [threading.current_thread()]
+    runner.collect(runner.launch(StepPlan(2, [], finished_sequence_ids=[1]), lambda: None))
+
+
+def test_collect_raises_what_the_step_raised_and_on_done_is_still_called(
+    loaded: tuple[CpuRunner, ModelFacts, DeviceLimits],
+) -> None:
+    runner = loaded[0]
+    done = threading.Event()
+    launch = runner.launch(StepPlan(1, [entry(1, 0, [5, 6], [])], new_sequences=[facts(1, 2)]), done.set)
+    with pytest.raises(ValueError, match="its blocks hold 0"):
+        runner.collect(launch)
+    assert done.wait(10)
+    assert launch.is_done
+
+
+def test_an_idle_worker_takes_no_cpu(loaded: tuple[CpuRunner, ModelFacts, DeviceLimits]) -> None:
+    runner = loaded[0]
+    runner.collect(runner.launch(StepPlan(1, []), lambda: None))
+    before_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before_s < 0.05
+
+
+def test_close_ends_the_worker_and_may_be_called_twice(model_folder: Path) -> None:
+    runner = CpuRunner(EngineConfig(model=str(model_folder), max_num_seqs=1, max_num_batched_tokens=16))
+    runner.close()
+    _, limits = runner.load(ignore)
+    assert limits.max_num_batched_tokens == 16
+    assert "cpu-runner" in {thread.name for thread in threading.enumerate()}
+    workers = [thread for thread in threading.enumerate() if thread.name == "cpu-runner"]
+    runner.close()
+    runner.close()
+    assert sum(worker.is_alive() for worker in workers) == len(workers) - 1, "the module's runner has the other one"
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_prompt(model_folder: Path) -> None:
+    runner = CpuRunner(EngineConfig(model=str(model_folder), max_num_seqs=1, enable_chunked_prefill=False))
+    _, limits = runner.load(ignore)
+    runner.close()
+    assert limits.max_num_batched_tokens >= limits.max_model_len
+
+
+def test_loading_reports_its_stages(model_folder: Path) -> None:
+    stages: list[tuple[str, float]] = []
+    runner = CpuRunner(EngineConfig(model=str(model_folder), max_num_seqs=1))
+    runner.load(lambda stage, percent: stages.append((stage, percent)))
+    runner.close()
+    assert stages[-1] == ("warming up", 100.0)
+    assert any(stage == "loading weights" for stage, _ in stages)
+    assert all(0.0 <= percent <= 100.0 for _, percent in stages)
+
+
+def test_limits_that_do_not_fit_and_missing_models_are_errors(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="256 positions"):
+        CpuRunner(EngineConfig(model=str(model_folder), max_model_len=300)).load(ignore)
+    with pytest.raises(ModelError):
+        CpuRunner(EngineConfig(model=str(tmp_path / "nothing"))).load(ignore)
+
+
+def test_threads_stay_within_the_control_groups_quota(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text("100000 100000\n")
+    assert default_num_threads(quota) == 1
+    quota.write_text("max 100000\n")
+    assert default_num_threads(quota) == default_num_threads(tmp_path / "missing") >= 1

@@ -1,0 +1,188 @@
+"""Sampling: the distribution of each filter, and what a draw may depend on."""
+
+import random
+
+import pytest
+import torch
+
+from engine.execution.sampler import NonFiniteLogits, SampledRow, sample
+from engine.plan import NewSequence
+from streamkv.sampling import SamplingParams
+
+
+def row(
+    position: int = 10,
+    *,
+    choice: int = 0,
+    num_prompt: int = 5,
+    eos: tuple[int, ...] = (),
+    seed: int = 1,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+) -> SampledRow:
+    sampling = SamplingParams(
+        seed=seed,
+        max_tokens=1000,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop_token_ids=list(stop_token_ids),
+    )
+    return SampledRow(NewSequence(9, choice, sampling, num_prompt, eos), position)
+
+
+def expected_distribution(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    """Straight from the words of the definition, with a full sort, in float64."""
+    probabilities = torch.softmax(logits.double() / temperature, -1)
+    probabilities[probabilities < min_p * probabilities.max()] = 0.0
+    if top_k > 0:
+        probabilities[torch.argsort(probabilities, descending=True)[top_k:]] = 0.0
+    probabilities /= probabilities.sum()
+    order = torch.argsort(probabilities, descending=True)
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    probabilities[order[before >= top_p]] = 0.0
+    return probabilities / probabilities.sum()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.3, 40, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (2.0, 0, 0.99, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (1.5, 20, 0.8, 0.02),
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [300, 512])
+def test_draws_follow_the_exact_probabilities(
+    vocab_size: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
+    expected = expected_distribution(logits, temperature, top_k, top_p, min_p)
+    num_draws = 3000
+    rows = [
+        row(position, seed=77, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for position in range(num_draws)
+    ]
+    counts = torch.bincount(torch.tensor(sample(logits.repeat(num_draws, 1), rows)), minlength=vocab_size)
+    assert counts[expected == 0].sum() == 0, "a token that the filters drop was drawn"
+    # Chi-square over the tokens that are expected often enough, the others taken together.
+    often = expected * num_draws >= 5
+    observed = torch.cat((counts[often], counts[~often].sum()[None])).double()
+    wanted = torch.cat((expected[often], expected[~often].sum()[None])) * num_draws
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    chi_square = ((observed - wanted) ** 2 / wanted).sum().item()
+    degrees = max(1, len(wanted) - 1)
+    # Wilson and Hilferty's approximation of the quantile that is passed once in 10,000.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert chi_square < limit
+
+
+def mixed_rows(num_rows: int) -> list[SampledRow]:
+    kinds = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.7, "top_k": 50},
+        {"temperature": 1.8, "top_p": 0.95},
+        {"min_p": 0.05},
+        {"temperature": 1.2, "top_k": 400, "top_p": 0.9, "min_p": 0.001},
+    ]
+    return [row(100 + i, seed=i * 2**40 + 5, choice=i % 3, **kinds[i % len(kinds)]) for i in range(num_rows)]
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 49152])
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(vocab_size: int) -> None:
+    logits = torch.randn(24, vocab_size, generator=torch.Generator().manual_seed(4)) * 3
+    rows = mixed_rows(24)
+    together = sample(logits.clone(), rows)
+    alone = [sample(logits[i : i + 1].clone(), rows[i : i + 1])[0] for i in range(24)]
+    order = random.Random(5).sample(range(24), 24)
+    shuffled = sample(logits[order], [rows[i] for i in order])
+    assert alone == together
+    assert shuffled == [together[i] for i in order]
+
+
+def test_the_draw_depends_on_seed_choice_and_position_alone() -> None:
+    logits = torch.zeros(1, 4096)
+    draw = lambda **settings: sample(logits.clone(), [row(**settings)])[0]  # noqa: E731
+    first = draw(position=50, seed=3, choice=1)
+    assert draw(position=50, seed=3, choice=1, num_prompt=40) == first, "a continuation must go on with the same draws"
+    others = [
+        draw(position=51, seed=3, choice=1),
+        draw(position=50, seed=4, choice=1),
+        draw(position=50, seed=3 + 2**32, choice=1),
+        draw(position=50, seed=3, choice=2),
+    ]
+    assert len({first, *others}) == 5
+
+
+def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
+    logits = torch.zeros(3, 1000)
+    logits[0, [999, 300, 256]] = 2.0
+    logits[1, [700, 511]] = 1.0
+    assert sample(logits, [row(temperature=0.0)] * 3) == [256, 511, 0]
+
+
+def test_top_k_1_is_greedy_at_any_temperature() -> None:
+    logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(6))
+    assert sample(logits.clone(), [row(i, temperature=2.0, top_k=1) for i in range(8)]) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-30}])
+def test_extreme_filters_leave_the_likeliest_token(settings: dict[str, float]) -> None:
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(7)) * 20
+    assert sample(logits.clone(), [row(i, **settings) for i in range(4)]) == logits.argmax(-1).tolist()
+
+
+def test_top_p_over_a_flat_distribution_looks_at_the_whole_vocabulary() -> None:
+    logits = torch.full((2000, 10_000), -12.0)
+    logits[:, 0] = 0.0
+    drawn = sample(logits, [row(i, top_p=0.9, temperature=1.5) for i in range(2000)])
+    # Weight 1 against 9,999 times e**-8: the first token has 0.23 of all. The others are all tied, so all stay.
+    assert 0.19 < drawn.count(0) / 2000 < 0.27
+    assert max(drawn) > 9_000
+
+
+def test_min_tokens_bans_end_of_sequence_and_stop_ids_until_they_are_generated() -> None:
+    logits = torch.zeros(1, 600)
+    logits[0, [2, 17, 40]] = torch.tensor([9.0, 8.0, 7.0])
+    settings = {"num_prompt": 10, "eos": (2,), "stop_token_ids": (17, 100_000), "min_tokens": 3, "temperature": 0.0}
+    at = lambda position: sample(logits.clone(), [row(position, **settings)])[0]  # noqa: E731
+    assert [at(position) for position in (10, 11, 12, 13)] == [40, 40, 40, 2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_an_error_that_names_the_sequence(bad: float, temperature: float) -> None:
+    logits = torch.zeros(2, 1000)
+    logits[1, 423] = bad
+    with pytest.raises(NonFiniteLogits, match="sequence 9 at position 10"):
+        sample(logits, [row(), row(temperature=temperature)])
+
+
+def test_a_ban_of_everything_is_an_error() -> None:
+    with pytest.raises(NonFiniteLogits):
+        sample(torch.zeros(1, 3), [row(5, eos=(0, 1, 2), min_tokens=1, temperature=0.0)])
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((500, 700), float("-inf"))
+    logits[:, [3, 699]] = 0.0
+    assert set(sample(logits, [row(i) for i in range(500)])) == {3, 699}
+
+
+def test_no_rows_need_no_logits() -> None:
+    assert sample(torch.empty(0, 100), []) == []

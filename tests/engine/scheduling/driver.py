@@ -1,0 +1,217 @@
+"""The loop's turns, one call at a time: the real scheduler over the scripted executor and a virtual clock.
+
+After every call KV memory is audited, and the promises that hold for every plan are checked.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Ids
+
+from engine.kv.audit import audit
+from engine.kv.block_manager import BlockManager
+from engine.plan import StepPlan
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.sampling import SamplingParams
+from tests.support.scripted_executor import EosRule, ScriptedExecutor, ScriptedLaunch
+
+
+class Driver:
+    """Submit requests, take turns, ask whether all of it was right."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_in_flight: int = 1,
+        eos_rule: EosRule | None = None,
+        vocab_size: int = 1000,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 64,
+        max_prefill_tokens: int = 0,
+        max_num_partial_prefills: int = 4,
+        enable_chunked_prefill: bool = True,
+        max_model_len: int = 200,
+        max_queue: int = 1000,
+    ) -> None:
+        self.now_s = 0.0
+        self.executor = ScriptedExecutor(
+            num_blocks,
+            block_size,
+            max_model_len,
+            vocab_size,
+            max_in_flight=max_in_flight,
+            max_num_batched_tokens=max_num_batched_tokens,
+            threaded=False,
+            eos_rule=eos_rule,
+        )
+        self.limits = SchedulerLimits(
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_prefill_tokens,
+            max_num_partial_prefills,
+            enable_chunked_prefill,
+            max_model_len,
+            max_queue,
+            self.executor.eos_token_ids,
+        )
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = Scheduler(self.limits, self.blocks, lambda: self.now_s)
+        self.in_flight: deque[ScriptedLaunch] = deque()
+        self.requests: list[Request] = []
+        self.plans: list[StepPlan] = []
+        self.tokens: dict[Sequence, list[int]] = {}
+        """Generated tokens that came out, without those of a continuation."""
+        self.ends: dict[Sequence, SequenceOutput] = {}
+        self._len_when_preempted: dict[Sequence, int] = {}
+        self._num_preemptions: dict[Sequence, int] = {}
+
+    def submit(
+        self,
+        prompt: Ids[int],
+        *,
+        priority: int = 0,
+        deadline_at_s: float = float("inf"),
+        prior: list[list[int]] | None = None,
+        finished_choices: list[int] | None = None,
+        max_tokens: int = 8,
+        temperature: float = 0.0,
+        **sampling: int | bool | list[int],
+    ) -> Request:
+        params = SamplingParams(
+            seed=len(self.requests),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            **sampling,  # type: ignore[arg-type]
+        )
+        self.scheduler.check(len(prompt), params)
+        request = Request(
+            request_id=len(self.requests),
+            gateway_id=b"",
+            stream_id=len(self.requests).to_bytes(16, "little"),
+            prompt_token_ids=list(prompt),
+            sampling=params,
+            arrival_s=self.now_s,
+            priority=priority,
+            deadline_at_s=deadline_at_s,
+            prior_token_ids=prior or [],
+            finished_choices=finished_choices or [],
+        )
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.now_s += 0.001
+        return request
+
+    def plan(self) -> StepPlan | None:
+        """Plan and launch a step, if anything can run and the executor has room."""
+        if len(self.in_flight) >= self.executor.max_in_flight:
+            return None
+        running = self.scheduler._running.sequences
+        protected = running[0] if running else None
+        before = protected.num_preemptions if protected else 0
+        plan = self.scheduler.plan()
+        if protected is not None:
+            assert protected.num_preemptions == before, "the oldest of the highest priority lost its blocks"
+        self._check_preemptions()
+        audit(self.blocks)
+        if plan is None:
+            assert self.in_flight or not self.scheduler.has_runnable or self.scheduler._ended, "a standstill"
+            return None
+        chunk_limit = self.limits.max_prefill_tokens or self.limits.max_num_batched_tokens
+        if self.limits.enable_chunked_prefill:
+            assert all(entry.num_tokens <= chunk_limit for entry in plan.scheduled)
+        assert len(plan.scheduled) <= self.limits.max_num_seqs
+        num_partial = sum(sequence.is_prefilling for sequence in running)
+        assert num_partial <= self.limits.max_num_partial_prefills
+        assert num_partial == self.scheduler._num_prefilling
+        self.plans.append(plan)
+        self.in_flight.append(self.executor.launch(plan, lambda: None))
+        return plan
+
+    def collect(self) -> list[SequenceOutput]:
+        """Take in the oldest step in flight, if there is one."""
+        outputs: list[SequenceOutput] = []
+        if self.in_flight:
+            launch = self.in_flight.popleft()
+            outputs = self.take(self.scheduler.update(launch.plan, self.executor.collect(launch)))
+            audit(self.blocks)
+        return outputs
+
+    def turn(self) -> StepPlan | None:
+        """Plan; then collect when the executor is full or nothing more can be planned."""
+        self.now_s += 0.01
+        self.take(self.scheduler.expire())
+        plan = self.plan()
+        if plan is None or len(self.in_flight) >= self.executor.max_in_flight:
+            self.collect()
+        return plan
+
+    def run(self, max_turns: int = 5000) -> "Driver":
+        """Take turns until nothing is left to do."""
+        for _ in range(max_turns):
+            if not self.scheduler.has_work:
+                return self
+            self.turn()
+        raise AssertionError(f"not done after {max_turns} turns")
+
+    def abort(self, request: Request, cause: str = "cancelled") -> list[SequenceOutput]:
+        outputs = self.take(self.scheduler.abort(request, cause))
+        audit(self.blocks)
+        return outputs
+
+    def take(self, outputs: list[SequenceOutput]) -> list[SequenceOutput]:
+        for output in outputs:
+            assert output.sequence not in self.ends, "something came after the end"
+            self.tokens.setdefault(output.sequence, []).extend(output.token_ids)
+            if output.finish_reason:
+                self.ends[output.sequence] = output
+        return outputs
+
+    def output_of(self, sequence: Sequence) -> list[int]:
+        return self.tokens.get(sequence, [])
+
+    def check_all(self) -> None:
+        """Everything ended once, with the right tokens and reason, and all memory is free."""
+        for request in self.requests:
+            for sequence in request.sequences:
+                if sequence.choice not in request.finished_choices:
+                    self.check_one(sequence)
+        scheduler = self.scheduler
+        assert self.blocks.num_owned_blocks == 0
+        assert self.blocks.num_free_blocks == self.blocks.pool.num_blocks - 1
+        assert not scheduler.has_work
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_paused) == (0, 0, 0)
+        assert scheduler.next_deadline_s == float("inf")
+        assert not scheduler._unstarted and not scheduler._parked and not scheduler._num_prefilling
+
+    def check_one(self, sequence: Sequence) -> None:
+        request = sequence.request
+        end = self.ends[sequence]
+        priors = request.prior_token_ids
+        prior = priors[sequence.choice] if sequence.choice < len(priors) else []
+        shown = prior + self.output_of(sequence)
+        tokens, reason, cause = self.executor.expected_output(
+            request.prompt_token_ids, request.sampling, sequence.choice
+        )
+        if end.finish_reason == "abort":
+            assert shown == tokens[: len(shown)]
+        else:
+            assert shown == tokens
+            assert (end.finish_reason, end.cause) == (reason, cause)
+            assert end.stop_token_id == (tokens[-1] if reason == "stop" else -1)
+
+    def _check_preemptions(self) -> None:
+        for request in self.requests:
+            for sequence in request.sequences:
+                if sequence.num_preemptions == self._num_preemptions.get(sequence, 0):
+                    continue
+                self._num_preemptions[sequence] = sequence.num_preemptions
+                if sequence.state is SequenceState.WAITING and sequence in self._len_when_preempted:
+                    assert sequence.num_tokens > self._len_when_preempted[sequence], "preempted without progress"
+                self._len_when_preempted[sequence] = sequence.num_tokens
+
+    def pause(self, request: Request) -> None:
+        self.scheduler.pause(request)
+        for sequence in request.sequences:
+            self._len_when_preempted.pop(sequence, None)
+        audit(self.blocks)

@@ -1,0 +1,177 @@
+"""Whatever happens in whatever order: every request ends once, with its tokens, and memory comes back."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.kv.audit import audit
+from engine.sequence import Request
+from streamkv.errors import InvalidField
+from tests.engine.scheduling.driver import Driver
+from tests.support.scripted_executor import end_one_in
+
+VOCAB_SIZE = 40
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, pauses, deadlines and steps in any order, on pools so small that memory runs out."""
+
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 2, 3, 4, 8]),
+        max_in_flight=st.sampled_from([1, 2]),
+        max_num_seqs=st.integers(1, 8),
+        budget=st.integers(1, 24),
+        max_prefill_tokens=st.integers(0, 10),
+        max_num_partial_prefills=st.integers(1, 4),
+        enable_chunked_prefill=st.booleans(),
+        eos_odds=st.integers(5, 40),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_in_flight: int,
+        max_num_seqs: int,
+        budget: int,
+        max_prefill_tokens: int,
+        max_num_partial_prefills: int,
+        enable_chunked_prefill: bool,
+        eos_odds: int,
+    ) -> None:
+        self.driver = Driver(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_in_flight=max_in_flight,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_prefill_tokens=max_prefill_tokens,
+            max_num_partial_prefills=max_num_partial_prefills,
+            enable_chunked_prefill=enable_chunked_prefill,
+            max_model_len=60,
+            vocab_size=VOCAB_SIZE,
+            eos_rule=end_one_in(eos_odds),
+        )
+
+    @rule(
+        prompt=st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 30),
+        min_tokens=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 1, 2, 4]),
+        is_greedy=st.booleans(),
+        stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        ignore_eos=st.booleans(),
+        priority=st.integers(-1, 1),
+        deadline_in_s=st.one_of(st.just(float("inf")), st.floats(0.0, 1.0)),
+        num_prior=st.integers(0, 4),
+        has_finished=st.booleans(),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        n: int,
+        is_greedy: bool,
+        stop_token_ids: list[int],
+        ignore_eos: bool,
+        priority: int,
+        deadline_in_s: float,
+        num_prior: int,
+        has_finished: bool,
+    ) -> None:
+        driver = self.driver
+        sampling = {
+            "max_tokens": max_tokens,
+            "min_tokens": min(min_tokens, max_tokens),
+            "n": n,
+            "temperature": 0.0 if is_greedy else 1.0,
+            "stop_token_ids": stop_token_ids,
+            "ignore_eos": ignore_eos,
+        }
+        try:
+            request = driver.submit(
+                prompt,
+                priority=priority,
+                deadline_at_s=driver.now_s + deadline_in_s,
+                **sampling,  # type: ignore[arg-type]
+            )
+        except InvalidField:
+            assert len(prompt) + max(1, sampling["min_tokens"]) > driver.scheduler.max_len
+            return
+        if num_prior:
+            # The same request as a continuation: what an engine that died had generated so far.
+            driver.abort(request)
+            priors = [
+                driver.executor.expected_tokens(prompt, num_prior, request.sampling, choice) for choice in range(n)
+            ]
+            continued = Request(
+                request_id=request.request_id,
+                gateway_id=b"",
+                stream_id=request.stream_id,
+                prompt_token_ids=prompt,
+                sampling=request.sampling,
+                arrival_s=driver.now_s,
+                priority=priority,
+                prior_token_ids=priors,
+                finished_choices=[0] if has_finished and n > 1 else [],
+            )
+            driver.scheduler.add(continued)
+            driver.requests.append(continued)
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.driver.requests:
+            self.driver.abort(data.draw(st.sampled_from(self.driver.requests)))
+
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        if live := [request for request in self.driver.requests if not request.is_finished]:
+            self.driver.pause(data.draw(st.sampled_from(live)))
+
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        if paused := [request for request in self.driver.requests if request.is_paused]:
+            self.driver.scheduler.resume(data.draw(st.sampled_from(paused)))
+
+    @rule()
+    def plan(self) -> None:
+        self.driver.plan()
+
+    @rule()
+    def collect(self) -> None:
+        self.driver.collect()
+
+    @rule(num_turns=st.integers(1, 12))
+    def turns(self, num_turns: int) -> None:
+        for _ in range(num_turns):
+            self.driver.turn()
+
+    @rule(seconds=st.floats(0.0, 0.5))
+    def wait(self, seconds: float) -> None:
+        self.driver.now_s += seconds
+
+    @invariant()
+    def memory_is_sound(self) -> None:
+        if hasattr(self, "driver"):
+            audit(self.driver.blocks)
+            assert self.driver.scheduler.kv_usage().num_computed_tokens <= (
+                self.driver.blocks.num_owned_blocks * self.driver.blocks.block_size
+            )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        for request in driver.requests:
+            driver.scheduler.resume(request)
+        # Each turn computes a token of something, and a preemption repeats at most one sequence's tokens.
+        driver.run(max_turns=200 + 400 * sum(len(request.sequences) for request in driver.requests))
+        driver.check_all()
+        driver.executor.close()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestScheduler = SchedulerMachine.TestCase

@@ -1,0 +1,188 @@
+"""Greedy tokens against transformers' on a real model: the whole engine below the loop, from requests to tokens.
+
+tests/data/smol135m-greedy.json holds what transformers generates in float32, and says how to compare.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.execution import runner as runner_module
+from engine.execution.runner import CpuRunner
+from engine.kv.block_manager import BlockManager
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.sequence import Request
+from streamkv.config import Dtype, EngineConfig
+from streamkv.model_files import ModelFiles, ReportProgress
+from streamkv.sampling import SamplingParams
+from tests.support.reference_model import reference_folder
+
+FLOAT32_NEAR_TIE = 1e-3
+BFLOAT16_NEAR_TIE = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+    """Per step: the highest logit over the second."""
+
+
+CASES = [
+    Case(case["name"], case["prompt_token_ids"], case["token_ids"], case["margins"])
+    for case in json.loads((Path(__file__).parents[1] / "data" / "smol135m-greedy.json").read_text())["cases"]
+]
+SHORT = [case for case in CASES if len(case.prompt) < 150]
+
+RunnerFactory = Callable[[Dtype, int], CpuRunner]
+
+
+@pytest.fixture(scope="module")
+def make_runner() -> Iterator[RunnerFactory]:
+    """(dtype, block size) → a loaded runner. The weights of one dtype are read once for all block sizes."""
+    loaded: dict[Dtype, tuple[Decoder, ModelConfig]] = {}
+    runners: dict[tuple[Dtype, int], CpuRunner] = {}
+    folder = str(reference_folder())
+
+    def make(dtype: Dtype, block_size: int) -> CpuRunner:
+        if (dtype, block_size) not in runners:
+            runner = runners[dtype, block_size] = CpuRunner(
+                EngineConfig(
+                    model=folder,
+                    dtype=dtype,
+                    block_size=block_size,
+                    kv_cache_memory_gib=0.75,
+                    max_num_batched_tokens=64,
+                )
+            )
+
+            def load_once(
+                files: ModelFiles, torch_dtype: torch.dtype, report: ReportProgress
+            ) -> tuple[Decoder, ModelConfig]:
+                if dtype not in loaded:
+                    loaded[dtype] = load_model(files, torch_dtype, report)
+                return loaded[dtype]
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(runner_module, "load_model", load_once)
+                runner.load(lambda stage, percent: None)
+        return runners[dtype, block_size]
+
+    yield make
+    for runner in runners.values():
+        runner.close()
+
+
+def generate(
+    runner: CpuRunner,
+    block_size: int,
+    cases: list[Case],
+    max_prefill_tokens: int,
+    *,
+    n: int = 1,
+    pool_share: float = 1.0,
+) -> list[list[int]]:
+    """The tokens of every choice of all cases, sent at once, through the real scheduler and block manager.
+
+    pool_share: blocks in the pool, as a share of what all choices would take; under 1 some are preempted.
+    """
+    limits = SchedulerLimits(
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_prefill_tokens=max_prefill_tokens,
+        max_num_partial_prefills=16,
+        enable_chunked_prefill=True,
+        max_model_len=2048,
+        max_queue=64,
+        eos_token_ids=(2,),
+    )
+    blocks_needed = sum(n * -(-(len(case.prompt) + 48) // block_size) for case in cases)
+    blocks = BlockManager(int(blocks_needed * pool_share) + 1, block_size)
+    scheduler = Scheduler(limits, blocks, clock=lambda: 0.0)
+    requests = []
+    for i, case in enumerate(cases):
+        sampling = SamplingParams(seed=0, max_tokens=len(case.tokens), temperature=0.0, ignore_eos=True, n=n)
+        request = Request(i, b"g", bytes([i]) * 16, case.prompt, sampling, arrival_s=0.0)
+        scheduler.check(len(case.prompt), sampling)
+        scheduler.add(request)
+        requests.append(request)
+    while (plan := scheduler.plan()) is not None:
+        scheduler.update(plan, runner.collect(runner.launch(plan, lambda: None)))
+    assert blocks.num_owned_blocks == 0
+    assert (scheduler.num_preemptions > 0) == (pool_share < 1.0)
+    assert (scheduler.num_block_copies > 0) == (n > 1)
+    return [sequence.token_ids[sequence.num_prompt :] for request in requests for sequence in request.sequences]
+
+
+def check(case: Case, tokens: list[int], near_tie: float) -> None:
+    """Equal to the oracle, up to a first difference at a step where it was nearly a tie."""
+    assert len(tokens) == len(case.tokens)
+    for step, (got, wanted, margin) in enumerate(zip(tokens, case.tokens, case.margins, strict=True)):
+        if got != wanted:
+            assert margin < near_tie, f"{case.name}: step {step} gave {got} and not {wanted}, by a margin of {margin}"
+            return
+
+
+def check_float32(make_runner: RunnerFactory, block_size: int, cases: list[Case], max_prefill_tokens: int) -> None:
+    outputs = generate(make_runner("float32", block_size), block_size, cases, max_prefill_tokens)
+    for case, tokens in zip(cases, outputs, strict=True):
+        check(case, tokens, FLOAT32_NEAR_TIE)
+
+
+def test_the_oracle_has_no_near_tie_in_float32() -> None:
+    """So `check` compares every token."""
+    assert min(min(case.margins) for case in CASES) > FLOAT32_NEAR_TIE
+
+
+@pytest.mark.parametrize(("block_size", "max_prefill_tokens"), [(8, 7), (32, 16)])
+def test_short_prompts_at_once_in_chunks(make_runner: RunnerFactory, block_size: int, max_prefill_tokens: int) -> None:
+    check_float32(make_runner, block_size, SHORT, max_prefill_tokens)
+
+
+def test_a_short_prompt_alone_and_in_one_piece(make_runner: RunnerFactory) -> None:
+    check_float32(make_runner, 16, SHORT[:1], 0)
+
+
+def test_choices_that_share_a_prompt_and_preempted_sequences(make_runner: RunnerFactory) -> None:
+    cases = SHORT[:3]
+    outputs = generate(make_runner("float32", 8), 8, cases, 16, n=2, pool_share=0.6)
+    for i, tokens in enumerate(outputs):
+        check(cases[i // 2], tokens, FLOAT32_NEAR_TIE)
+
+
+def test_bfloat16_differs_at_near_ties_only(make_runner: RunnerFactory) -> None:
+    cases = SHORT[:4]
+    for case, tokens in zip(cases, generate(make_runner("bfloat16", 16), 16, cases, 0), strict=True):
+        check(case, tokens, BFLOAT16_NEAR_TIE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("max_prefill_tokens", [0, 1, 7, 16, 64])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_all_prompts_at_once(make_runner: RunnerFactory, block_size: int, max_prefill_tokens: int) -> None:
+    check_float32(make_runner, block_size, CASES, max_prefill_tokens)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_one_by_one(make_runner: RunnerFactory, block_size: int, case: Case) -> None:
+    check_float32(make_runner, block_size, [case], 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_bfloat16_differs_at_near_ties_only_with_all_prompts(make_runner: RunnerFactory) -> None:
+    for case, tokens in zip(CASES, generate(make_runner("bfloat16", 16), 16, CASES, 64), strict=True):
+        check(case, tokens, BFLOAT16_NEAR_TIE)
