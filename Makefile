@@ -20,6 +20,7 @@ help:
 	@sed -n 's/^# //p' Makefile | head -4
 
 install: $(DONE)/model
+	@echo "StreamKV is installed in $(VENV). Start it with: make serve"
 
 serve: $(DONE)/model
 	@exec $(PY) -m streamkv serve $(ARGS)

@@ -6,24 +6,23 @@ the loader when the model is there, a signal that asks for the end.
 
 import logging
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from engine.executor import DeviceLimits, Executor, Launch, ReportProgress
+from engine.executor import Executor, Launch, ReportProgress
 from engine.inbox import Inbox
-from engine.intake import MAX_REQUEST_ID, to_request
 from engine.kv.block_manager import BlockManager
+from engine.loading import Loader
 from engine.plan import StepPlan
-from engine.publisher import NO_GATEWAY, Publisher, Stream
-from engine.scheduling.queue import QueueFull
+from engine.publisher import Publisher
+from engine.requests import Requests
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import Request, SequenceOutput
+from engine.sequence import SequenceOutput
 from engine.stats import EngineStats
 from streamkv.config import EngineConfig
-from streamkv.errors import InvalidField, StreamKVError
+from streamkv.errors import StreamKVError
 from streamkv.log import fields
 from streamkv.protocol import (
     WIRE_VERSION,
@@ -35,10 +34,8 @@ from streamkv.protocol import (
     Heartbeat,
     Hello,
     Loading,
-    ModelFacts,
     Pause,
     Ready,
-    Rejected,
     Resume,
     Stats,
     Submit,
@@ -89,15 +86,14 @@ class EngineLoop:
         self._inbox = Inbox(self._socket, self._stats, clock)
         self._publisher = Publisher(self._socket.send)
         self._epoch = secrets.randbits(62) + 1
-        self._scheduler: Scheduler
-        self._blocks: BlockManager
         self._ready: Ready | None = None
-        """What the engine is, once it takes work."""
+        """What the engine is, once it takes work; the three below stand from then on."""
+        self._blocks: BlockManager
+        self._scheduler: Scheduler
+        self._requests: Requests
         self._in_flight: deque[Launch] = deque()
         self._outputs: list[SequenceOutput] = []
         """What this turn has brought and not yet published."""
-        self._over_limit: set[bytes] = set()
-        """Gateways that have too much unacknowledged: their requests are paused."""
         self._exit_code: int | None = None
         self._drain_limit_s: float | None = None
         self._drain_until_s = float("inf")
@@ -125,7 +121,7 @@ class EngineLoop:
 
     def run(self) -> int:
         """Load, then serve until the end. Returns the process's exit code; the socket and the executor are closed."""
-        loader = _Loader(self._executor, self._socket.wake, self._report)
+        loader = Loader(self._executor, self._socket.wake, self._report)
         try:
             self._wait_for(loader)
             self._serve()
@@ -141,7 +137,7 @@ class EngineLoop:
 
     # Loading
 
-    def _wait_for(self, loader: "_Loader") -> None:
+    def _wait_for(self, loader: Loader) -> None:
         """Answer gateways while the model loads."""
         loader.start()
         logger.info("listening", extra=fields(endpoint=self.endpoint))
@@ -178,7 +174,7 @@ class EngineLoop:
             case Heartbeat():
                 pass
 
-    def _begin(self, loader: "_Loader") -> None:
+    def _begin(self, loader: Loader) -> None:
         """The model is there, or is not to be had."""
         if isinstance(loader.result, BaseException):
             self._exit_code = EXIT_UNUSABLE if isinstance(loader.result, StreamKVError) else EXIT_FAULT
@@ -202,6 +198,9 @@ class EngineLoop:
             eos_token_ids=tuple(model.eos_token_ids),
         )
         self._scheduler = Scheduler(scheduler_limits, self._blocks, self._clock)
+        self._requests = Requests(
+            self._config, model, self._scheduler, self._publisher, self._inbox, self._stats, self._clock
+        )
         self._ready = Ready(
             wire_version=WIRE_VERSION,
             epoch=self._epoch,
@@ -269,18 +268,13 @@ class EngineLoop:
         self._progress_s = now_s
 
     def _publish(self) -> None:
-        if self._outputs:
+        outputs = self._outputs + self._requests.ended
+        if outputs:
+            self._outputs, self._requests.ended = [], []
             now_s = self._clock()
-            outputs, self._outputs = self._outputs, []
-            self._count(outputs, now_s)
+            self._stats.count_outputs(outputs, now_s)
             self._publisher.publish(outputs, now_s)
-            for gateway_id in self._inbox.last_heard_s:
-                if gateway_id not in self._over_limit and self._publisher.is_over(
-                    gateway_id, self._config.max_unacked_bytes
-                ):
-                    self._over_limit.add(gateway_id)
-                    self._stats.counters["unacked_pauses_total"] += 1
-                    self._pause_or_resume_all(gateway_id)
+            self._requests.hold_back()
         if self._drain_limit_s is not None and not self._publisher.num_live:
             self._exit_code = EXIT_ASKED
 
@@ -294,16 +288,16 @@ class EngineLoop:
         self._had_work = has_work
         if self._heartbeat_if_due(now_s):
             for gateway_id in self._inbox.take_silent(self._config.gateway_timeout_s):
-                self._lose_gateway(gateway_id, now_s)
+                self._requests.lose_gateway(gateway_id, now_s)
         self._outputs += self._scheduler.expire()
         for request in self._publisher.expire(now_s):
-            self._abort(request, "gateway_lost")
+            self._requests.end(request, "gateway_lost")
         if self._drain_limit_s is not None and self._drain_until_s == float("inf"):
             self._drain_until_s = now_s + self._drain_limit_s
             logger.info("draining", extra=fields(limit_s=self._drain_limit_s, num_live=self._publisher.num_live))
         if now_s >= self._drain_until_s:
             for request in self._publisher.live():
-                self._abort(request, "drain")
+                self._requests.end(request, "drain")
 
     @property
     def _has_work(self) -> bool:
@@ -324,178 +318,36 @@ class EngineLoop:
         )
         return True
 
-    def _lose_gateway(self, gateway_id: bytes, now_s: float) -> None:
-        """It was silent for too long: its streams go on without it if somebody may come for them, else they end."""
-        requests = self._publisher.live(gateway_id)
-        logger.warning("gateway lost", extra=fields(gateway_id=gateway_id, num_live=len(requests)))
-        self._stats.counters["gateways_lost_total"] += 1
-        self._over_limit.discard(gateway_id)
-        for request in requests:
-            stream = self._publisher.find(request.stream_id)
-            assert stream is not None
-            if stream.attach_grace_s > 0:
-                self._publisher.detach(stream, now_s)
-                self._pause_or_resume(request, stream)
-            else:
-                self._abort(request, "gateway_lost")
-        self._publisher.forget_outstanding(gateway_id)
-
     # Messages
 
     def _handle(self, gateway_id: bytes, message: GatewayMessage) -> None:
+        requests = self._requests
         match message:
             case Heartbeat():
                 if message.epoch == self._epoch:
-                    self._acknowledge(gateway_id, message.last_step)
+                    requests.acknowledge(gateway_id, message.last_step)
             case Submit():
-                self._submit(gateway_id, message)
+                requests.submit(gateway_id, message, is_draining=self._drain_limit_s is not None)
             case Abort():
-                stream = self._publisher.at(gateway_id, message.request_id)
-                if stream is not None and stream.request is not None:
-                    self._abort(stream.request, message.cause)
-                else:
-                    self._publisher.finish_unknown(gateway_id, message.request_id, message.cause)
+                requests.abort(gateway_id, message)
             case Pause() | Resume():
-                stream = self._publisher.at(gateway_id, message.request_id)
-                if stream is not None and stream.request is not None:
-                    stream.is_reader_slow = isinstance(message, Pause)
-                    self._pause_or_resume(stream.request, stream)
+                requests.pause(gateway_id, message)
             case Attach():
-                self._attach(gateway_id, message)
+                requests.attach(gateway_id, message)
             case GetStats():
                 self._inbox.send(gateway_id, self._figures(message.query_id))
             case Drain():
                 if message.limit_s >= 0:  # false for NaN, too
                     self.drain(message.limit_s)
                 else:
-                    self._inbox.refuse(
-                        gateway_id, "undecodable", f"Drain.limit_s must be 0 or more, got {message.limit_s}"
-                    )
+                    text = f"Drain.limit_s must be 0 or more, got {message.limit_s}"
+                    self._inbox.refuse(gateway_id, "undecodable", text)
             case Hello():
                 assert self._ready is not None
-                self._publisher.forget_outstanding(gateway_id)
-                self._over_limit.discard(gateway_id)
-                self._pause_or_resume_all(gateway_id)
+                requests.greet(gateway_id)
                 self._inbox.send(gateway_id, self._ready)
 
-    def _submit(self, gateway_id: bytes, submit: Submit) -> None:
-        assert self._ready is not None
-        self._stats.counters["requests_received_total"] += 1
-        known = self._publisher.find(submit.stream_id)
-        if self._drain_limit_s is not None:
-            self._reject(gateway_id, submit.request_id, "draining", "the engine is about to stop", retry_after_s=1.0)
-            return
-        if self._publisher.at(gateway_id, submit.request_id) is not None:
-            self._reject(gateway_id, submit.request_id, "duplicate", f"request_id {submit.request_id} is in use")
-            return
-        if known is not None and known.request is not None:
-            self._reject(gateway_id, submit.request_id, "duplicate", "a stream with this stream_id is live")
-            return
-        try:
-            request = to_request(submit, gateway_id, self._ready.model, self._clock(), self._config.max_attach_grace_s)
-            self._scheduler.check(len(request.prompt_token_ids), request.sampling)
-            self._scheduler.add(request)
-        except InvalidField as error:
-            self._reject(gateway_id, submit.request_id, "invalid", error.message, field=error.field)
-            return
-        except QueueFull as error:
-            self._reject(gateway_id, submit.request_id, "overloaded", str(error), retry_after_s=self._retry_after_s())
-            return
-        self._publisher.add(request)
-        self._stats.counters["prompt_tokens_total"] += len(request.prompt_token_ids)
-        if gateway_id in self._over_limit:
-            self._scheduler.pause(request)
-
-    def _attach(self, gateway_id: bytes, attach: Attach) -> None:
-        stream = self._publisher.find(attach.stream_id)
-        is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
-        if stream is None or not (stream.attach_grace_s > 0 or is_own):
-            self._reject(
-                gateway_id, attach.request_id, "unknown_stream", "no such stream, or it may not be attached to"
-            )
-            return
-        if (
-            not 0 <= attach.request_id <= MAX_REQUEST_ID
-            or self._publisher.at(gateway_id, attach.request_id) is not None
-        ):
-            self._reject(gateway_id, attach.request_id, "duplicate", f"request_id {attach.request_id} is in use")
-            return
-        try:
-            self._publisher.attach(stream, gateway_id, attach.request_id, attach.from_token)
-        except InvalidField as error:
-            self._reject(gateway_id, attach.request_id, "invalid", error.message, field=error.field)
-            return
-        self._stats.counters["streams_attached_total"] += 1
-        if stream.request is not None:
-            self._pause_or_resume(stream.request, stream)
-
-    def _reject(
-        self, gateway_id: bytes, request_id: int, code: str, text: str, field: str = "", retry_after_s: float = 0.0
-    ) -> None:
-        self._stats.counters[f'requests_rejected_total{{code="{code}"}}'] += 1
-        self._inbox.send(gateway_id, Rejected(request_id, code, text, field, retry_after_s))
-
-    def _retry_after_s(self) -> float:
-        """How long those that wait now will take to be served, by what requests took of late."""
-        running = max(1, self._scheduler.num_running)
-        predicted_s = self._stats.e2e.recent_mean * self._scheduler.num_waiting / running
-        return min(max(predicted_s, 1.0), 120.0)
-
-    def _abort(self, request: Request, cause: str) -> None:
-        """End a request. Harmless for one that has ended in this turn."""
-        self._outputs += self._scheduler.abort(request, cause)
-
-    # Slow readers
-
-    def _acknowledge(self, gateway_id: bytes, step: int) -> None:
-        self._publisher.acknowledge(gateway_id, step)
-        if (
-            gateway_id in self._over_limit
-            and self._publisher.unacked_bytes(gateway_id) <= self._config.max_unacked_bytes // 2
-        ):
-            self._over_limit.discard(gateway_id)
-            self._pause_or_resume_all(gateway_id)
-
-    def _pause_or_resume_all(self, gateway_id: bytes) -> None:
-        for request in self._publisher.live(gateway_id):
-            stream = self._publisher.find(request.stream_id)
-            assert stream is not None
-            self._pause_or_resume(request, stream)
-
-    def _pause_or_resume(self, request: Request, stream: Stream) -> None:
-        """A request stands aside while its reader is slow, or its gateway has too much unacknowledged. One without
-        a gateway has neither."""
-        is_attended = request.gateway_id != NO_GATEWAY
-        must_pause = is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
-        if must_pause and not request.is_paused:
-            self._stats.counters["pauses_total"] += 1
-            self._scheduler.pause(request)
-        elif request.is_paused and not must_pause:
-            self._scheduler.resume(request)
-
     # Figures
-
-    def _count(self, outputs: list[SequenceOutput], now_s: float) -> None:
-        num_tokens = 0
-        for output in outputs:
-            num_tokens += len(output.token_ids)
-            if output.finish_reason and output.sequence.request.is_finished:
-                self._count_end(output, now_s)
-        self._stats.counters["generated_tokens_total"] += num_tokens
-        self._stats.generated.add(now_s, num_tokens)
-
-    def _count_end(self, output: SequenceOutput, now_s: float) -> None:
-        """A request has ended. Of several choices the reason of the last one counts."""
-        request, stats = output.sequence.request, self._stats
-        stats.counters[f'requests_ended_total{{reason="{output.finish_reason}"}}'] += 1
-        if output.finish_reason == "abort":
-            stats.count_cause(output.cause)
-        stats.e2e.add(now_s - request.arrival_s)
-        if request.first_scheduled_s:
-            stats.queue.add(request.first_scheduled_s - request.arrival_s)
-        if request.first_token_s:
-            stats.prefill.add(request.first_token_s - request.first_scheduled_s)
-            stats.first_token.add(request.first_token_s - request.arrival_s)
 
     def _figures(self, query_id: int) -> Stats:
         now_s = self._clock()
@@ -531,36 +383,3 @@ class EngineLoop:
             "wasted_tokens_total": scheduler.num_wasted_tokens,
         }
         return Stats(query_id, gauges, counters, stats.histograms())
-
-
-class _Loader:
-    """Runs the executor's `load` on a thread of its own."""
-
-    def __init__(self, executor: Executor, wake: Callable[[], None], report: ReportProgress | None) -> None:
-        self.progress = Loading("starting", 0.0)
-        self.result: tuple[ModelFacts, DeviceLimits] | BaseException | None = None
-        """None until it is over."""
-        self._executor = executor
-        self._wake = wake
-        self._report = report
-        self._thread = threading.Thread(target=self._load, name="load", daemon=True)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def _load(self) -> None:
-        try:
-            self.result = self._executor.load(self._take_progress)
-        except BaseException as error:
-            self.result = error
-        self._wake()
-
-    def _take_progress(self, stage: str, percent: float) -> None:
-        self.progress = Loading(stage, percent)
-        self._wake()
-        if self._report is not None:
-            self._report(stage, percent)

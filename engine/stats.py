@@ -1,7 +1,7 @@
 """The engine's figures for /metrics: what happened, counted; how long it took, in histograms and recent means.
 
 Names stand without the `streamkv_` prefix. A counter that is split by a label has it in its name, as Prometheus
-writes it: `requests_ended_total{reason="stop"}`. Nothing here is called per token.
+writes it: `requests_ended_total{reason="stop"}`. Nothing here costs more than an addition per token.
 """
 
 import re
@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from typing import Final
 
+from engine.sequence import SequenceOutput
 from streamkv.protocol import Histogram
 
 LATENCY_BOUNDS_S: Final = (
@@ -91,7 +92,30 @@ class EngineStats:
         """Sequences in the newest step."""
         self._causes: set[str] = set()
 
-    def count_cause(self, cause: str) -> None:
+    def count_outputs(self, outputs: list[SequenceOutput], now_s: float) -> None:
+        """Count the tokens and ends that are about to be published."""
+        num_tokens = 0
+        for output in outputs:
+            num_tokens += len(output.token_ids)
+            if output.finish_reason and output.sequence.request.is_finished:
+                self._count_end(output, now_s)
+        self.counters["generated_tokens_total"] += num_tokens
+        self.generated.add(now_s, num_tokens)
+
+    def _count_end(self, output: SequenceOutput, now_s: float) -> None:
+        """A request has ended. Of several choices the reason of the last one counts."""
+        request = output.sequence.request
+        self.counters[f'requests_ended_total{{reason="{output.finish_reason}"}}'] += 1
+        if output.finish_reason == "abort":
+            self._count_cause(output.cause)
+        self.e2e.add(now_s - request.arrival_s)
+        if request.first_scheduled_s:
+            self.queue.add(request.first_scheduled_s - request.arrival_s)
+        if request.first_token_s:
+            self.prefill.add(request.first_token_s - request.first_scheduled_s)
+            self.first_token.add(request.first_token_s - request.arrival_s)
+
+    def _count_cause(self, cause: str) -> None:
         """Count an abort. Causes come from outside: odd or ever new ones count as `other`."""
         if cause not in self._causes:
             if len(self._causes) < _MAX_CAUSES and _CAUSE.fullmatch(cause):

@@ -221,7 +221,7 @@ class ChatTemplate:
             raise InvalidField("chat_template_kwargs", f"may not set {taken[0]!r}, which the server fills")
         names = {
             **self._named_tokens,
-            **{name: self._hide_all(value) for name, value in template_kwargs.items()},
+            **{str(self._hide_all(name)): self._hide_all(value) for name, value in template_kwargs.items()},
             "messages": messages,
             "tools": None,
             "documents": None,

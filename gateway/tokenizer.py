@@ -22,6 +22,7 @@ from streamkv.model_files import ModelFiles
 INLINE_CHARS: Final = 2048
 """Texts up to this long are encoded on the event loop (under a millisecond); a thread's round trip costs more."""
 NUM_THREADS: Final = 2
+_GIL_CHARS: Final = 512
 _CHARS_PER_TOKEN: Final = 8
 _CUT_SLACK_TOKENS: Final = 64
 
@@ -115,11 +116,8 @@ class Tokenizer:
         self._special_texts = tuple(token.text for token in special)
         self._template = ChatTemplate(chat_template, special, named_tokens) if chat_template else None
         self._missing_bytes = _missing_bytes(facts, parsing)
-        unknown = facts["model"].get("unk_token")
-        self._unknown_text: str | None = unknown
-        self._unknown_id: int | None = (
-            parsing.token_to_id(unknown) if unknown and not self._is_byte_level(facts) else None
-        )
+        self._unknown_id = None if _is_byte_level(facts) else _read_unknown_id(facts, parsing)
+        self._unknown_text = None if self._unknown_id is None else parsing.id_to_token(self._unknown_id)
         self.vocabulary = _read_vocabulary(facts, parsing, [token.token_id for token in special], min_vocab_size)
         self.vocab_size = self.vocabulary.size
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
@@ -178,8 +176,8 @@ class Tokenizer:
         """
         self._check_text(text, field)
         self._check_length(text, field, max_tokens)
-        ids: list[int] = self._parsing.encode(text, add_special_tokens=add_special_tokens).ids
-        if self._unknown_id in ids and (self._unknown_text or "") not in text:
+        ids = _encode(self._parsing, text, add_special_tokens)
+        if self._unknown_id is not None and self._unknown_id in ids and (self._unknown_text or "") not in text:
             self._refuse_unknown(text, field)
         if not ids:
             raise InvalidField(field, "is empty: it gives no tokens, and this model has no begin token to start from")
@@ -214,8 +212,8 @@ class Tokenizer:
             else:
                 self._check_text(part, "messages")
                 encoder = self._continuing if ids else self._literal
-                part_ids: list[int] = encoder.encode(part, add_special_tokens=False).ids
-                if self._unknown_id in part_ids:
+                part_ids = _encode(encoder, part)
+                if self._unknown_id is not None and self._unknown_id in part_ids:
                     self._refuse_unknown(part, "messages")
                 ids += part_ids
         if not ids:
@@ -225,7 +223,7 @@ class Tokenizer:
     async def encode_off_loop(
         self, text: str, field: str = "prompt", *, add_special_tokens: bool = True, max_tokens: int = 0
     ) -> list[int]:
-        """As encode; a long text is encoded on a thread (tokenizers lets go of the GIL)."""
+        """As encode; a long text is encoded on a thread, without the GIL."""
         call = partial(self.encode, text, field, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         return await self._run(call, len(text))
 
@@ -267,10 +265,6 @@ class Tokenizer:
         """End the threads; texts that still wait for one are not encoded."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @staticmethod
-    def _is_byte_level(facts: dict[str, object]) -> bool:
-        return "ByteLevel" in _types_in(facts.get("pre_tokenizer")) + _types_in(facts.get("normalizer"))
-
     def _check_text(self, text: str, field: str) -> None:
         """Refuse what encoding would drop without a word."""
         try:
@@ -287,7 +281,7 @@ class Tokenizer:
         """Encode only the beginning of a long text when that is already too much."""
         num_chars = max_tokens * _CHARS_PER_TOKEN
         if max_tokens and len(text) > 2 * num_chars:
-            beginning = self._literal.encode(text[:num_chars], add_special_tokens=False)
+            beginning = _encode(self._literal, text[:num_chars])
             if len(beginning) - _CUT_SLACK_TOKENS > max_tokens:
                 raise InvalidField(
                     field,
@@ -297,7 +291,7 @@ class Tokenizer:
 
     def _refuse_unknown(self, text: str, field: str) -> NoReturn:
         for character in dict.fromkeys(text):
-            if self._unknown_id in self._literal.encode(character, add_special_tokens=False).ids:
+            if self._unknown_id in _encode(self._literal, character):
                 self._refuse_character(character, text.index(character), field)
         raise InvalidField(field, "holds text that this model's tokenizer has no token for")
 
@@ -308,6 +302,13 @@ class Tokenizer:
             f"holds U+{ord(character):04X} at character {index}, which this model's tokenizer has no token for; "
             "remove it",
         )
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The library lets go of the GIL in its batch calls only; for a short text they cost more than they spare."""
+    if len(text) <= _GIL_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _copy(facts: dict[str, object]) -> tokenizers.Tokenizer:
@@ -332,6 +333,19 @@ def _types_in(part: object) -> list[str]:
     return [str(part.get("type"))] + [name for entry in inner for name in _types_in(entry)]
 
 
+def _is_byte_level(facts: dict[str, object]) -> bool:
+    return "ByteLevel" in _types_in(facts.get("pre_tokenizer")) + _types_in(facts.get("normalizer"))
+
+
+def _read_unknown_id(facts: dict[str, object], tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The token that stands for what has no token, where the model has one: BPE and WordPiece name it, Unigram
+    numbers it."""
+    model = facts["model"]
+    assert isinstance(model, dict)
+    text, token_id = model.get("unk_token"), model.get("unk_id")
+    return tokenizer.token_to_id(text) if isinstance(text, str) else token_id if isinstance(token_id, int) else None
+
+
 def _byte_characters() -> dict[str, int]:
     """Byte-level BPE writes each byte as one printable character: itself where it is one, else U+0100 upward."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -341,7 +355,7 @@ def _byte_characters() -> dict[str, int]:
 
 def _missing_bytes(facts: dict[str, object], tokenizer: tokenizers.Tokenizer) -> bytes:
     """The bytes of UTF-8 that a byte-level tokenizer has no token for."""
-    if not Tokenizer._is_byte_level(facts):
+    if not _is_byte_level(facts):
         return b""
     never_in_utf8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
     return bytes(

@@ -154,7 +154,7 @@ def load_curve_keys(secret_key_file: str, server_key: str = "") -> CurveKeys | N
     """
     if not secret_key_file and not server_key:
         return None
-    server_public = server_key.encode("ascii", "replace")
+    server_public = server_key.encode()
     if server_key and not _is_key(server_public):
         raise ConfigError("curve_server_key", f"must be {_KEY_CHARS} characters of Z85, got {len(server_key)}")
     if not secret_key_file:

@@ -53,11 +53,12 @@ class Linear:
         """[out_features, in_features] between `allocate` and `finish`."""
         self.bias: torch.Tensor | None = None
 
-    def allocate(self) -> None:
-        """Make room for the weights, late, so that only one layer's wait for their final form at a time."""
+    def allocate(self) -> torch.Tensor:
+        """Make room for weight and bias, late, so that only one layer's wait for their final form at a time."""
         self.weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
         if self.has_bias:
             self.bias = torch.empty(self.out_features, dtype=self.dtype)
+        return self.weight
 
     def finish(self, method: LinearMethod) -> None:
         """Take the filled weights into the form that `method` computes with; the plain ones go if it needs them not."""

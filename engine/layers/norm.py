@@ -12,10 +12,18 @@ class RMSNorm:
         """dtype: of the activations; the weight is kept in it."""
         self.eps = eps
         self.shape = (size,)
-        self.weight = torch.ones(size, dtype=dtype)
+        self.dtype = dtype
+        self.weight: torch.Tensor | None = None
+        """[size], from `allocate` on."""
+
+    def allocate(self) -> torch.Tensor:
+        """Make room for the weight, to be filled by the caller."""
+        self.weight = torch.empty(self.shape, dtype=self.dtype)
+        return self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] → the same shape and dtype, newly allocated."""
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
+        assert self.weight is not None
         return F.rms_norm(x, self.shape, None, self.eps) * self.weight

@@ -1,29 +1,37 @@
 """Rotary position embedding."""
 
 import math
+from typing import Final
 
 import torch
 
+_FIRST_POSITIONS: Final = 4096
+
 
 class RotaryTable:
-    """cos and sin of every position, in float32, computed once.
+    """cos and sin of the positions, in float32, computed once; the table grows when a longer sequence comes.
 
     Rotation pairs dimension d with d + rotary_dim / 2: (a, b) → (a cos - b sin, b cos + a sin). So that one product and
     one fused multiply-add do it, the sines of the first half are taken negative and meet the halves swapped.
     """
 
-    def __init__(self, inverse_frequencies: torch.Tensor, max_positions: int, scale: float = 1.0) -> None:
-        """inverse_frequencies: [rotary_dim / 2] float32, radians per position. scale: multiplies cos and sin (yarn).
+    def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
+        """frequencies: [rotary_dim / 2] float32, radians per position. scale: multiplies cos and sin (yarn)."""
+        self.frequencies = frequencies
+        self.scale = scale
+        self._grow(_FIRST_POSITIONS)
 
-        Takes 4 * max_positions * rotary_dim bytes.
-        """
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies
-        self.cos = angles.cos() * scale
-        """[max_positions, rotary_dim / 2]."""
-        self.sin = angles.sin() * scale
+    def _grow(self, num_positions: int) -> None:
+        """Takes 4 * num_positions * rotary_dim bytes."""
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.frequencies
+        self.cos = angles.cos() * self.scale
+        """[num_positions, rotary_dim / 2]."""
+        self.sin = angles.sin() * self.scale
 
-    def at(self, positions: torch.Tensor) -> "Rotation":
-        """positions: [num_tokens] int64, each under max_positions."""
+    def at(self, positions: torch.Tensor, num_positions: int) -> "Rotation":
+        """positions: [num_tokens] int64, each under num_positions."""
+        if num_positions > len(self.cos):
+            self._grow(1 << (num_positions - 1).bit_length())
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         return Rotation(torch.stack((cos, cos), dim=1)[:, None], torch.stack((-sin, sin), dim=1)[:, None])
 

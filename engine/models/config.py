@@ -14,6 +14,7 @@ from streamkv.errors import ModelError
 
 _MAX_SIZE: Final = 1 << 24
 """No dimension of a real model comes near; larger ones are damaged files."""
+_MAX_LAYERS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +467,8 @@ def _gguf_eos(settings: _Settings, vocab_size: int) -> tuple[int, ...]:
 
 
 def _checked(config: ModelConfig, source: str) -> ModelConfig:
+    if config.num_layers > _MAX_LAYERS:
+        raise ModelError(f"{source}: {config.num_layers} layers are more than {_MAX_LAYERS}")
     if config.num_heads % config.num_kv_heads:
         raise ModelError(f"{source}: {config.num_heads} query heads do not share {config.num_kv_heads} KV heads evenly")
     if config.rope.rotary_dim % 2 or not 0 < config.rope.rotary_dim <= config.head_dim:

@@ -72,16 +72,16 @@ class Decoder:
         self.layers = [DecoderLayer(config, window, dtype, activation_dtype) for window in config.sliding_windows]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activation_dtype)
         self.head = Linear(config.hidden_size, config.vocab_size, False, dtype)
-        self.rotary = _rotary_table(config.rope, config.max_position_embeddings)
+        self.rotary = _rotary_table(config.rope)
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         """One step: write every token's keys and values, return the logits of batch.sample_rows.
 
         kv_caches: one per layer, changed in place. Returns [num_samples, vocab_size] float32; with no sample rows the
-        last layer stops once its keys and values are written. No position may reach max_position_embeddings.
+        last layer stops once its keys and values are written.
         """
         hidden = self.embedding(batch.token_ids)
-        rotation = self.rotary.at(batch.positions)
+        rotation = self.rotary.at(batch.positions, max(batch.seq_lens))
         for layer, cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
             hidden = layer(hidden, rotation, batch, cache)
         if not len(batch.sample_rows):
@@ -94,7 +94,7 @@ class Decoder:
     __call__ = forward
 
 
-def _rotary_table(rope: RopeConfig, max_positions: int) -> RotaryTable:
+def _rotary_table(rope: RopeConfig) -> RotaryTable:
     frequencies = default_frequencies(rope.theta, rope.rotary_dim)
     if rope.kind == "linear":
         frequencies = frequencies / rope.factor
@@ -114,4 +114,4 @@ def _rotary_table(rope: RopeConfig, max_positions: int) -> RotaryTable:
         )
     if rope.frequency_divisors:
         frequencies = frequencies / torch.tensor(rope.frequency_divisors)
-    return RotaryTable(frequencies, max_positions, rope.attention_factor)
+    return RotaryTable(frequencies, rope.attention_factor)

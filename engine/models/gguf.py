@@ -105,6 +105,8 @@ class GgufSource:
                     f"{self.description}: tensor {name} is of type {tensor.type.name}, which is not supported; "
                     "take the model in another quantisation, Q8_0 or Q4_K_M say"
                 ) from error
+            if not values.flags.writeable:  # still the mapped file, which PyTorch would warn of
+                values = values.copy()
             target[start:end].copy_(torch.from_numpy(values).view(target[start:end].shape))
 
 

@@ -148,12 +148,10 @@ def fill_decoder(
     report("loading weights", 0.0)
     for fill in fills:
         owner = fill.owner
-        if isinstance(owner, Linear):
-            owner.allocate()
-        assert owner.weight is not None
+        weight = owner.allocate()
         for piece in fill.pieces:
             rows = slice(piece.start, piece.start + piece.num_rows)
-            source.copy_into(f"{piece.name}.weight", owner.weight[rows], piece.num_heads)
+            source.copy_into(f"{piece.name}.weight", weight[rows], piece.num_heads)
             if isinstance(owner, Linear) and owner.bias is not None:
                 source.copy_into(f"{piece.name}.bias", owner.bias[rows], piece.num_heads)
             done += math.prod(expected[f"{piece.name}.weight"])
@@ -203,12 +201,15 @@ def _layer_fills(layer: DecoderLayer, config: ModelConfig, names: TensorNames, p
 def _expected(fill: _Fill) -> Iterator[tuple[str, tuple[int, ...]]]:
     owner = fill.owner
     for piece in fill.pieces:
-        if isinstance(owner, Linear):
-            yield f"{piece.name}.weight", (piece.num_rows, owner.in_features)
-            if owner.has_bias:
-                yield f"{piece.name}.bias", (piece.num_rows,)
-        else:
-            yield f"{piece.name}.weight", (piece.num_rows, *owner.weight.shape[1:])
+        match owner:
+            case Linear():
+                yield f"{piece.name}.weight", (piece.num_rows, owner.in_features)
+                if owner.has_bias:
+                    yield f"{piece.name}.bias", (piece.num_rows,)
+            case Embedding():
+                yield f"{piece.name}.weight", (piece.num_rows, owner.size)
+            case RMSNorm():
+                yield f"{piece.name}.weight", (piece.num_rows,)
 
 
 def _check_names(

@@ -77,6 +77,7 @@ def wait_idle(gateway: WireGateway, engine: RunningEngine) -> Stats:
 def test_every_token_of_every_stream_arrives_once_and_in_order(max_in_flight: int) -> None:
     executor = ScriptedExecutor(num_blocks=64, max_in_flight=max_in_flight)
     with serving(executor, max_num_seqs=8) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
         for request_id in range(40):
             gateway.send(submission(request_id, PROMPT[request_id % 20 :], max_tokens=1 + request_id))
         for request_id in range(40):
@@ -90,6 +91,7 @@ def test_every_token_of_every_stream_arrives_once_and_in_order(max_in_flight: in
 def test_every_choice_ends_once_and_says_which_id_stopped_it() -> None:
     executor = ScriptedExecutor(eos_rule=end_after(5))
     with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
         sampling = SamplingParams(seed=3, max_tokens=20, n=3, temperature=1.0)
         gateway.send(submission(1, PROMPT, sampling=sampling))
         received = gateway.wait_end(1, num_choices=3)
@@ -192,11 +194,10 @@ def test_a_request_id_outside_int32_is_refused(gateway: WireGateway) -> None:
 
 
 def test_bad_sampling_is_refused_by_name_although_it_does_not_decode(gateway: WireGateway) -> None:
-    frame = encode(submission(6, PROMPT, max_tokens=4))
-    seven, four = encode(SamplingParams(seed=7, max_tokens=4, temperature=0.0)), None
-    bad = seven[:2] + b"\x00" + seven[3:]  # max_tokens 0
-    assert four is None and frame.count(seven) == 1
-    gateway.send_frame(frame.replace(seven, bad))
+    sampling = SamplingParams(seed=7, max_tokens=4, temperature=0.0)
+    frame, good = encode(submission(6, PROMPT, sampling=sampling)), encode(sampling)
+    assert frame.count(good) == 1 and good[1:3] == b"\x07\x04"
+    gateway.send_frame(frame.replace(good, good[:2] + b"\x00" + good[3:]))
     rejected = gateway.wait_for(Rejected)
     assert (rejected.request_id, rejected.code, rejected.field) == (6, "invalid", "max_tokens")
 

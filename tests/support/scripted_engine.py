@@ -5,10 +5,11 @@ enough of the wire to publish one token per stream and step as fast as it is ack
 """
 
 import contextlib
-import multiprocessing
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -37,6 +38,7 @@ from streamkv.protocol import (
 from streamkv.transport import EngineSocket
 from tests.support.scripted_executor import ScriptedExecutor
 
+_ROOT = Path(__file__).resolve().parents[2]
 TEST_CONFIG = {"heartbeat_s": 0.1, "gateway_timeout_s": 30.0, "log_level": "warning"}
 
 
@@ -183,16 +185,18 @@ def firehose(
 ) -> Iterator[str]:
     """A firehose in a process of its own. Yields its endpoint."""
     with free_endpoint() as endpoint:
-        context = multiprocessing.get_context("spawn")
-        arguments = (endpoint, num_streams, max_unacked_bytes, token_ids or [260])
-        process = context.Process(target=run_firehose, args=arguments, daemon=True)
-        process.start()
+        arguments = [endpoint, num_streams, max_unacked_bytes, *(token_ids or [260])]
+        process = subprocess.Popen([sys.executable, "-m", __name__, *map(str, arguments)], cwd=_ROOT)
         try:
             until_s = time.monotonic() + 20.0
             while not os.path.exists(endpoint.removeprefix("ipc://")):
-                assert process.is_alive() and time.monotonic() < until_s, "the firehose did not start"
+                assert process.poll() is None and time.monotonic() < until_s, "the firehose did not start"
                 time.sleep(0.01)
             yield endpoint
         finally:
             process.kill()
-            process.join()
+            process.wait()
+
+
+if __name__ == "__main__":
+    run_firehose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(token_id) for token_id in sys.argv[4:]])

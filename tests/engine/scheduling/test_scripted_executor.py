@@ -10,6 +10,7 @@ from streamkv.sampling import SamplingParams
 from tests.support.scripted_executor import InjectedFault, PlanViolation, ScriptedExecutor, end_after
 
 GREEDY = SamplingParams(seed=0, max_tokens=20, temperature=0.0)
+SAMPLED = ScriptedExecutor(threaded=False).expected_tokens([5, 6, 7], 1)[0]
 
 
 def entry(sequence_id: int, start: int, token_ids: list[int], blocks: list[int], **changes) -> ScheduledSequence:
@@ -79,11 +80,11 @@ def test_a_wrong_block_gives_a_wrong_token(wrong: int):
 
 def test_a_freed_block_is_spoilt():
     device = Device()
-    prompt = [5, 6, 7, 8, 9]
-    token = device.begin(1, prompt, [1, 2], 0)
-    device.executor._owners[1] = 0
-    device.run(plan_of(1, entry(2, 0, [5], [1]), new_sequences=[facts(2, 1)]))
-    assert device.run(plan_of(2, entry(1, 5, [token], []))) != device.executor.expected_tokens(prompt, 2)[1:]
+    device.begin(1, [5, 6, 7, 8, 9], [1, 2], 0)
+    device.run(plan_of(1, entry(2, 0, [5], [3]), new_sequences=[facts(2, 1)], finished_sequence_ids=[1]))
+    assert set(device.executor._tokens[4:12]) == {-1}
+    with pytest.raises(PlanViolation, match="blocks without an owner"):
+        device.run(plan_of(2, entry(3, 4, [9], [1, 4]), new_sequences=[facts(3, 5)]))
 
 
 def test_a_copy_carries_the_tokens_and_a_missing_one_shows():
@@ -111,7 +112,7 @@ def test_a_copy_carries_the_tokens_and_a_missing_one_shows():
         (plan_of(1, entry(1, 4, [9], [2])), "starts at 4"),
         (plan_of(1, entry(1, 2, [9], [])), "starts at 2"),
         (plan_of(1, entry(7, 0, [9], [2])), "never new"),
-        (plan_of(1, entry(1, 3, [9, 9], [])), "no block for position 4"),
+        (plan_of(1, entry(1, 3, [SAMPLED, 9], [])), "no block for position 4"),
         (plan_of(1, entry(1, 3, [9, 9], [0])), "block 0"),
         (plan_of(1, entry(1, 3, [9, 9], [1])), "twice in its table"),
         (plan_of(1, entry(1, 3, [999], [])), "now has 999"),

@@ -1,0 +1,193 @@
+"""What gateways ask of live requests: take them in, set them aside, hand them over, end them.
+
+Stands between the messages on one side and scheduler and publisher on the other, and answers what it refuses.
+"""
+
+import logging
+from collections.abc import Callable
+
+from engine.inbox import Inbox
+from engine.intake import MAX_REQUEST_ID, to_request
+from engine.publisher import NO_GATEWAY, Publisher, Stream
+from engine.scheduling.queue import QueueFull
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import Request, SequenceOutput
+from engine.stats import EngineStats
+from streamkv.config import EngineConfig
+from streamkv.errors import InvalidField
+from streamkv.log import fields
+from streamkv.protocol import Abort, Attach, ModelFacts, Pause, Rejected, Resume, Submit
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_RETRY_S = 1.0
+_LONGEST_RETRY_S = 120.0
+
+
+class Requests:
+    """The requests of one engine life. Every method belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelFacts,
+        scheduler: Scheduler,
+        publisher: Publisher,
+        inbox: Inbox,
+        stats: EngineStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._scheduler = scheduler
+        self._publisher = publisher
+        self._inbox = inbox
+        self._stats = stats
+        self._clock = clock
+        self.ended: list[SequenceOutput] = []
+        """Ends that no step brought about and that are not yet published. The loop takes them away."""
+        self._over_limit: set[bytes] = set()
+        """Gateways that have too much unacknowledged: their requests are paused."""
+
+    # They come and go
+
+    def submit(self, gateway_id: bytes, submit: Submit, is_draining: bool) -> None:
+        self._stats.counters["requests_received_total"] += 1
+        known = self._publisher.find(submit.stream_id)
+        if is_draining:
+            self._reject(gateway_id, submit.request_id, "draining", "the engine is about to stop", retry_after_s=1.0)
+        elif self._publisher.at(gateway_id, submit.request_id) is not None:
+            self._reject(gateway_id, submit.request_id, "duplicate", f"request_id {submit.request_id} is in use")
+        elif known is not None and known.request is not None:
+            self._reject(gateway_id, submit.request_id, "duplicate", "a stream with this stream_id is live")
+        else:
+            self._take_in(gateway_id, submit)
+
+    def _take_in(self, gateway_id: bytes, submit: Submit) -> None:
+        try:
+            request = to_request(submit, gateway_id, self._model, self._clock(), self._config.max_attach_grace_s)
+            self._scheduler.check(len(request.prompt_token_ids), request.sampling)
+        except InvalidField as error:
+            self._reject(gateway_id, submit.request_id, "invalid", error.message, field=error.field)
+        except QueueFull as error:
+            self._reject(gateway_id, submit.request_id, "overloaded", str(error), retry_after_s=self._retry_after_s())
+        else:
+            self._scheduler.add(request)
+            self._publisher.add(request)
+            self._stats.counters["prompt_tokens_total"] += len(request.prompt_token_ids)
+            if gateway_id in self._over_limit:
+                self._scheduler.pause(request)
+
+    def abort(self, gateway_id: bytes, abort: Abort) -> None:
+        stream = self._publisher.at(gateway_id, abort.request_id)
+        if stream is not None and stream.request is not None:
+            self.end(stream.request, abort.cause)
+        else:
+            self._publisher.finish_unknown(gateway_id, abort.request_id, abort.cause)
+
+    def end(self, request: Request, cause: str) -> None:
+        """Abort a request. Harmless for one that has ended and is not yet published."""
+        self.ended += self._scheduler.abort(request, cause)
+
+    def _reject(
+        self, gateway_id: bytes, request_id: int, code: str, text: str, field: str = "", retry_after_s: float = 0.0
+    ) -> None:
+        self._stats.counters[f'requests_rejected_total{{code="{code}"}}'] += 1
+        self._inbox.send(gateway_id, Rejected(request_id, code, text, field, retry_after_s))
+
+    def _retry_after_s(self) -> float:
+        """How long those that wait now will take to be served, by what requests took of late."""
+        running = max(1, self._scheduler.num_running)
+        predicted_s = self._stats.e2e.recent_mean * self._scheduler.num_waiting / running
+        return min(max(predicted_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+
+    # They change hands
+
+    def attach(self, gateway_id: bytes, attach: Attach) -> None:
+        """A stream without a grace period can be taken up again by its own gateway only, while it lives."""
+        stream = self._publisher.find(attach.stream_id)
+        is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
+        if stream is None or not (stream.attach_grace_s > 0 or is_own):
+            text = "no such stream, or it may not be attached to"
+            self._reject(gateway_id, attach.request_id, "unknown_stream", text)
+            return
+        if not 0 <= attach.request_id <= MAX_REQUEST_ID:
+            text = f"must be between 0 and {MAX_REQUEST_ID}, got {attach.request_id}"
+            self._reject(gateway_id, attach.request_id, "invalid", text, field="request_id")
+            return
+        if self._publisher.at(gateway_id, attach.request_id) is not None:
+            self._reject(gateway_id, attach.request_id, "duplicate", f"request_id {attach.request_id} is in use")
+            return
+        try:
+            self._publisher.attach(stream, gateway_id, attach.request_id, attach.from_token)
+        except InvalidField as error:
+            self._reject(gateway_id, attach.request_id, "invalid", error.message, field=error.field)
+            return
+        self._stats.counters["streams_attached_total"] += 1
+        if stream.request is not None:
+            self._pause_or_resume(stream.request, stream)
+
+    def greet(self, gateway_id: bytes) -> None:
+        """A gateway has said Hello: what was on its way over an older connection is not waited for."""
+        self._publisher.forget_outstanding(gateway_id)
+        self._over_limit.discard(gateway_id)
+        self._pause_or_resume_all(gateway_id)
+
+    def lose_gateway(self, gateway_id: bytes, now_s: float) -> None:
+        """It was silent for too long: its streams go on without it if somebody may come for them, else they end."""
+        requests = self._publisher.live(gateway_id)
+        logger.warning("gateway lost", extra=fields(gateway_id=gateway_id, num_live=len(requests)))
+        self._stats.counters["gateways_lost_total"] += 1
+        self._over_limit.discard(gateway_id)
+        for request in requests:
+            stream = self._publisher.find(request.stream_id)
+            assert stream is not None
+            if stream.attach_grace_s > 0:
+                self._publisher.detach(stream, now_s)
+                self._pause_or_resume(request, stream)
+            else:
+                self.end(request, "gateway_lost")
+        self._publisher.forget_outstanding(gateway_id)
+
+    # They stand aside
+
+    def pause(self, gateway_id: bytes, message: Pause | Resume) -> None:
+        stream = self._publisher.at(gateway_id, message.request_id)
+        if stream is not None and stream.request is not None:
+            stream.is_reader_slow = isinstance(message, Pause)
+            self._pause_or_resume(stream.request, stream)
+
+    def acknowledge(self, gateway_id: bytes, step: int) -> None:
+        """The gateway has everything up to this step. At half the bound its requests go on."""
+        self._publisher.acknowledge(gateway_id, step)
+        enough = self._config.max_unacked_bytes // 2
+        if gateway_id in self._over_limit and self._publisher.unacked_bytes(gateway_id) <= enough:
+            self._over_limit.discard(gateway_id)
+            self._pause_or_resume_all(gateway_id)
+
+    def hold_back(self) -> None:
+        """Pause the requests of gateways that have too much unacknowledged."""
+        for gateway_id in self._inbox.last_heard_s:
+            if gateway_id in self._over_limit:
+                continue
+            if self._publisher.is_over(gateway_id, self._config.max_unacked_bytes):
+                self._over_limit.add(gateway_id)
+                self._stats.counters["unacked_pauses_total"] += 1
+                self._pause_or_resume_all(gateway_id)
+
+    def _pause_or_resume_all(self, gateway_id: bytes) -> None:
+        for request in self._publisher.live(gateway_id):
+            stream = self._publisher.find(request.stream_id)
+            assert stream is not None
+            self._pause_or_resume(request, stream)
+
+    def _pause_or_resume(self, request: Request, stream: Stream) -> None:
+        """A request stands aside while its reader is slow, or its gateway has too much unacknowledged. One without
+        a gateway has neither."""
+        is_attended = request.gateway_id != NO_GATEWAY
+        must_pause = is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
+        if must_pause and not request.is_paused:
+            self._stats.counters["pauses_total"] += 1
+            self._scheduler.pause(request)
+        elif request.is_paused and not must_pause:
+            self._scheduler.resume(request)

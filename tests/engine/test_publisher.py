@@ -1,0 +1,250 @@
+"""One StepOutput per gateway; tails for Attach; what is kept, and what is dropped first."""
+
+import time
+
+import pytest
+
+from engine.publisher import NO_GATEWAY, Publisher
+from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.errors import InvalidField
+from streamkv.protocol import Attached, EngineMessage, StepOutput, decode_from_engine, unpack_ids
+from streamkv.sampling import SamplingParams
+
+A, B = b"gateway a", b"gateway b"
+
+
+class Wire:
+    """Where a publisher's frames go."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, EngineMessage]] = []
+        self.sizes: list[int] = []
+        self.connected = {A, B}
+
+    def send(self, gateway_id: bytes, frame: bytes) -> bool:
+        if gateway_id not in self.connected:
+            return False
+        self.sent.append((gateway_id, decode_from_engine(frame)))
+        self.sizes.append(len(frame))
+        return True
+
+
+def request_at(gateway_id: bytes, request_id: int, *, n: int = 1, grace_s: float = 0.0, prompt_len: int = 4) -> Request:
+    request = Request(
+        request_id=request_id,
+        gateway_id=gateway_id,
+        stream_id=gateway_id + request_id.to_bytes(4, "big"),
+        prompt_token_ids=list(range(prompt_len)),
+        sampling=SamplingParams(seed=0, max_tokens=1000, n=n),
+        arrival_s=0.0,
+        attach_grace_s=grace_s,
+        gateway_state=b"state",
+    )
+    request.sequences = [
+        Sequence(choice, request, choice, list(range(prompt_len)), prompt_len, max_len=2000) for choice in range(n)
+    ]
+    return request
+
+
+def output(request: Request, *tokens: int, choice: int = 0, reason: str = "") -> SequenceOutput:
+    sequence = request.sequences[choice]
+    sequence.token_ids += tokens
+    if reason:
+        sequence.state = SequenceState.FINISHED
+    return SequenceOutput(sequence, list(tokens), reason)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def publisher(wire: Wire) -> Publisher:
+    return Publisher(wire.send, max_kept_bytes=100)
+
+
+def test_a_step_is_one_message_to_each_gateway_that_has_part_in_it(wire: Wire, publisher: Publisher) -> None:
+    requests = [request_at(A, 1), request_at(B, 1), request_at(A, 2)]
+    for request in requests:
+        publisher.add(request)
+    publisher.publish([output(request, 10 + index) for index, request in enumerate(requests)], 1.0)
+    assert sorted(gateway_id for gateway_id, _ in wire.sent) == [A, B]
+    for gateway_id, message in wire.sent:
+        assert isinstance(message, StepOutput)
+        assert message.step == publisher.step == 1
+        assert unpack_ids(message.request_ids) == ([1, 2] if gateway_id == A else [1])
+        assert unpack_ids(message.token_ids) == ([10, 12] if gateway_id == A else [11])
+    publisher.publish([], 2.0)
+    assert publisher.step == 2 and len(wire.sent) == 2
+
+
+def test_publishing_256_rows_takes_well_under_a_step(publisher: Publisher) -> None:
+    quiet = Publisher(lambda gateway_id, frame: True)
+    requests = [request_at(A, request_id) for request_id in range(256)]
+    for request in requests:
+        quiet.add(request)
+    outputs = [SequenceOutput(request.sequences[0], [5]) for request in requests]
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        quiet.publish(outputs, 1.0)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.0015, "0.2 ms on a quiet machine"
+
+
+def test_a_stream_without_a_grace_period_leaves_nothing_behind(publisher: Publisher) -> None:
+    request = request_at(A, 1)
+    publisher.add(request)
+    publisher.publish([output(request, 5, reason="stop")], 1.0)
+    assert (publisher.num_live, publisher.num_kept, publisher.kept_bytes) == (0, 0, 0)
+    assert publisher.find(request.stream_id) is None and publisher.at(A, 1) is None
+
+
+def test_a_stream_lives_until_its_last_choice_has_ended(publisher: Publisher) -> None:
+    request = request_at(A, 1, n=2)
+    publisher.add(request)
+    publisher.publish([output(request, 5, reason="stop"), output(request, 6, choice=1)], 1.0)
+    assert publisher.num_live == 1
+    publisher.publish([output(request, 7, choice=1, reason="length")], 2.0)
+    assert publisher.num_live == 0
+
+
+def test_what_ended_first_is_dropped_first_when_too_much_is_kept(publisher: Publisher) -> None:
+    requests = [request_at(A, number, grace_s=60.0 - number) for number in range(6)]
+    for request in requests:
+        publisher.add(request)
+    for request in requests[:3]:
+        publisher.publish([output(request, 1, 2, 3, reason="stop")], 1.0)
+    assert publisher.kept_bytes == 3 * (5 + 16 + 12) == 99
+    publisher.publish([output(requests[3], 1, 2, 3, reason="stop")], 1.0)
+    assert [publisher.find(request.stream_id) is None for request in requests[:4]] == [True, False, False, False]
+    assert (publisher.kept_bytes, publisher.num_dropped, publisher.num_kept) == (99, 1, 3)
+    assert publisher.num_live == 2, "live streams are never dropped"
+
+
+def test_one_stream_over_the_bound_is_not_kept_at_all(publisher: Publisher) -> None:
+    request = request_at(A, 1, grace_s=60.0, prompt_len=500)
+    publisher.add(request)
+    publisher.publish([output(request, 1, reason="stop")], 1.0)
+    assert (publisher.num_kept, publisher.kept_bytes, publisher.num_dropped) == (0, 0, 1)
+
+
+def test_kept_streams_go_when_their_own_grace_period_is_over(publisher: Publisher) -> None:
+    long, short = request_at(A, 1, grace_s=50.0), request_at(A, 2, grace_s=5.0)
+    for request in (long, short):
+        publisher.add(request)
+        publisher.publish([output(request, 1, reason="stop")], 1.0)
+    assert publisher.next_expiry_s == 6.0
+    assert publisher.expire(5.9) == [] and publisher.num_kept == 2
+    assert publisher.expire(6.0) == [] and publisher.num_kept == 1
+    assert publisher.find(short.stream_id) is None and publisher.find(long.stream_id) is not None
+    publisher.expire(51.0)
+    assert (publisher.num_kept, publisher.kept_bytes) == (0, 0)
+    assert publisher.next_expiry_s == float("inf")
+
+
+def test_a_detached_stream_collects_its_tokens_and_is_given_up_after_its_grace_period(
+    wire: Wire, publisher: Publisher
+) -> None:
+    request = request_at(A, 1, grace_s=5.0)
+    publisher.add(request)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.detach(stream, 10.0)
+    assert (publisher.num_detached, request.gateway_id) == (1, NO_GATEWAY)
+    publisher.publish([output(request, 7, 8)], 11.0)
+    assert wire.sent == []
+    assert publisher.expire(14.9) == []
+    assert publisher.expire(15.0) == [request]
+
+
+def test_attach_stops_the_grace_period(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1, grace_s=5.0)
+    publisher.add(request)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.detach(stream, 10.0)
+    publisher.publish([output(request, 7, 8)], 11.0)
+    publisher.attach(stream, B, 9, from_token=1)
+    gateway_id, attached = wire.sent[0]
+    assert gateway_id == B and isinstance(attached, Attached)
+    assert [unpack_ids(tokens) for tokens in attached.token_ids] == [[8]]
+    assert publisher.expire(100.0) == []
+    publisher.publish([output(request, 9)], 101.0)
+    last = wire.sent[-1][1]
+    assert isinstance(last, StepOutput) and unpack_ids(last.request_ids) == [9]
+
+
+@pytest.mark.parametrize("from_token", [-1, 2, 2**40])
+def test_attach_refuses_a_start_that_would_leave_a_gap(wire: Wire, publisher: Publisher, from_token: int) -> None:
+    request = request_at(A, 1, n=2, grace_s=5.0)
+    publisher.add(request)
+    publisher.publish([output(request, 5, 6), output(request, 7, choice=1)], 1.0)
+    wire.sent.clear()
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    with pytest.raises(InvalidField, match="between 0 and 1"):
+        publisher.attach(stream, B, 1, from_token)
+    assert wire.sent == [] and publisher.at(A, 1) is stream, "a refused attach changes nothing"
+
+
+def test_a_choice_that_has_ended_does_not_limit_where_the_others_go_on(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1, n=2, grace_s=5.0)
+    publisher.add(request)
+    publisher.publish([output(request, 5, 6, 7), output(request, 8, choice=1, reason="stop")], 1.0)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.attach(stream, B, 1, from_token=3)
+    attached = next(message for _, message in wire.sent if isinstance(message, Attached))
+    assert attached.token_ids == [b"", b""]
+    assert [end.choice for end in attached.finished] == [1]
+
+
+def test_bytes_count_until_their_step_is_acknowledged(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1, grace_s=5.0)
+    publisher.add(request)
+    for token in range(5):
+        publisher.publish([output(request, token)], 1.0)
+    assert publisher.unacked_bytes(A) == sum(wire.sizes) > 0
+    assert publisher.unacked_bytes(B) == 0
+    publisher.acknowledge(A, 3)
+    assert publisher.unacked_bytes(A) == sum(wire.sizes[3:])
+    assert publisher.is_over(A, sum(wire.sizes[3:]) + 2 * max(wire.sizes) - 1)
+    assert not publisher.is_over(A, sum(wire.sizes[3:]) + 2 * max(wire.sizes))
+    publisher.acknowledge(A, 5)
+    assert publisher.unacked_bytes(A) == 0 and not publisher.is_over(A, 1)
+
+
+def test_an_attached_answer_can_be_acknowledged_although_no_token_follows(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1, grace_s=5.0)
+    publisher.add(request)
+    publisher.publish([output(request, 1, reason="stop")], 1.0)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.attach(stream, B, 1, 0)
+    assert publisher.unacked_bytes(B) > 0
+    last = wire.sent[-1][1]
+    assert isinstance(last, StepOutput)
+    publisher.acknowledge(B, last.step)
+    assert publisher.unacked_bytes(B) == 0
+
+
+def test_what_could_not_be_sent_is_not_waited_for(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1)
+    publisher.add(request)
+    wire.connected.clear()
+    publisher.publish([output(request, 1)], 1.0)
+    assert publisher.unacked_bytes(A) == 0
+
+
+def test_a_new_stream_may_take_the_name_of_one_that_has_ended(publisher: Publisher) -> None:
+    first = request_at(A, 1, grace_s=50.0)
+    publisher.add(first)
+    publisher.publish([output(first, 1, reason="stop")], 1.0)
+    second = request_at(A, 1, grace_s=50.0)
+    publisher.add(second)
+    stream = publisher.find(second.stream_id)
+    assert stream is not None and stream.request is second
+    assert (publisher.num_live, publisher.num_kept, publisher.kept_bytes) == (1, 0, 0)
+    assert publisher.expire(51.0) == [] and publisher.find(second.stream_id) is stream

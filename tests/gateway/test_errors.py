@@ -1,0 +1,72 @@
+"""Every exception has one status and OpenAI's shape, and what is ours stays ours."""
+
+import json
+
+import pytest
+
+from gateway.admission import UnknownModel
+from gateway.engine_client import EngineUnavailable
+from gateway.errors import describe, describe_status, error_body, error_fields
+from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
+from streamkv.errors import InvalidField, ModelError
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_", "param", "code"),
+    [
+        (InvalidField("top_p", "must be over 0"), 400, INVALID, "top_p", "invalid_value"),
+        (UnknownModel("gpt-5", "smol"), 404, INVALID, "model", "model_not_found"),
+        (UnknownStream("gone"), 404, INVALID, None, "unknown_stream"),
+        (Overloaded("full", 3.2), 503, "overloaded_error", None, "overloaded"),
+        (EngineUnavailable("loading", 0.0), 503, SERVER, None, "not_ready"),
+        (RequestTimeout(600.0), 504, SERVER, None, "timeout"),
+        (EngineFault("it broke"), 500, SERVER, None, "engine_error"),
+        (ModelError("/secret/path"), 500, SERVER, None, "model_error"),
+        (RuntimeError("/secret/path"), 500, SERVER, None, "internal_error"),
+    ],
+)
+def test_an_exception_has_its_status_and_openai_s_shape(
+    error: Exception, status: int, type_: str, param: str | None, code: str
+) -> None:
+    answer = describe(error)
+    assert answer.status == status
+    body = json.loads(answer.body)
+    assert set(body) == {"error"}
+    assert body["error"] == error_fields(error) == json.loads(error_body(error))["error"]
+    assert {name: body["error"][name] for name in ("type", "param", "code")} == {
+        "type": type_,
+        "param": param,
+        "code": code,
+    }
+    assert body["error"]["message"]
+    assert "/secret" not in body["error"]["message"]
+    if status < 500 or isinstance(error, EngineFault | EngineUnavailable | RequestTimeout):
+        assert body["error"]["message"] == str(error)
+
+
+@pytest.mark.parametrize(("retry_after_s", "header"), [(0.0, "1"), (0.2, "1"), (3.2, "4"), (10.0, "10")])
+def test_503_says_when_to_try_again_in_whole_seconds(retry_after_s: float, header: str) -> None:
+    assert describe(EngineUnavailable("loading", retry_after_s)).headers == {"Retry-After": header}
+    assert describe(Overloaded("full", retry_after_s)).headers == {"Retry-After": header}
+    assert describe(InvalidField("n", "x")).headers == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "type_", "code", "message"),
+    [
+        (404, INVALID, "not_found", "there is nothing at this path"),
+        (405, INVALID, "method_not_allowed", "this path does not take that method"),
+        (413, INVALID, "body_too_large", "said"),
+        (415, INVALID, "unsupported_media_type", "said"),
+        (400, INVALID, None, "said"),
+        (500, SERVER, "internal_error", "the server made a mistake"),
+    ],
+)
+def test_what_aiohttp_finds_has_the_same_shape(status: int, type_: str, code: str | None, message: str) -> None:
+    answer = describe_status(status, "said")
+    assert answer.status == status
+    error = json.loads(answer.body)["error"]
+    assert (error["type"], error["param"], error["code"]) == (type_, None, code)
+    assert error["message"].startswith(message)

@@ -1,0 +1,152 @@
+"""The wire's bytes: every message survives the way, ids have one layout, the common step is small."""
+
+import msgspec
+import pytest
+
+from streamkv.errors import WireDecodeError
+from streamkv.protocol import (
+    WIRE_VERSION,
+    Abort,
+    Attach,
+    Attached,
+    Drain,
+    EngineMessage,
+    Finished,
+    GatewayMessage,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Histogram,
+    Loading,
+    ModelFacts,
+    Pause,
+    Ready,
+    Rejected,
+    Resume,
+    Stats,
+    StepOutput,
+    Submit,
+    WireError,
+    decode_from_engine,
+    decode_from_gateway,
+    encode,
+    pack_ids,
+    pack_rows,
+    peek_request_id,
+    unpack_ids,
+)
+from streamkv.sampling import SamplingParams
+
+SUBMIT = Submit(
+    request_id=2**31 - 1,
+    stream_id=bytes(range(16)),
+    prompt_token_ids=pack_ids([0, 2**31 - 1]),
+    sampling=SamplingParams(seed=2**64 - 1, max_tokens=3, top_p=0.5, stop_token_ids=[1]),
+    gateway_state=b"\x00\xff",
+    prior_token_ids=[pack_ids([3])],
+    finished_choices=[],
+    priority=-5,
+    deadline_s=1.5,
+    attach_grace_s=30.0,
+    tenant="tenant",
+    cache_salt="salt",
+    label="läbel",
+)
+FROM_GATEWAY: list[GatewayMessage] = [
+    Hello(WIRE_VERSION, b"g" * 16),
+    Heartbeat(5, 2**62),
+    SUBMIT,
+    Abort(1, "timeout"),
+    Pause(1),
+    Resume(1),
+    Attach(1, b"s" * 16, 7),
+    GetStats(9),
+    Drain(2.5),
+]
+END = Finished(1, 0, "stop", "eos", 2, 10, 1)
+FROM_ENGINE: list[EngineMessage] = [
+    Ready(WIRE_VERSION, 2**62, ModelFacts("m", 10, 20, [2], "float32", "cpu", 5), 16, 100, 256, 8192),
+    Loading("loading weights", 12.5),
+    StepOutput(3, pack_ids([1]), pack_ids([2, 3]), pack_ids([2]), pack_ids([1]), [END]),
+    Rejected(1, "invalid", "too long", "prompt", 1.5),
+    Attached(1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END]),
+    Stats(1, {"a": 1.5}, {"b": 2.0}, {"h": Histogram([1.0], [2, 3], 4.5)}),
+    Heartbeat(5, 2**62, True, 1.5, 2.5),
+    WireError("undecodable", "why", 7),
+]
+
+
+@pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda m: type(m).__name__)
+def test_every_gateway_message_survives_the_wire(message: GatewayMessage) -> None:
+    assert decode_from_gateway(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda m: type(m).__name__)
+def test_every_engine_message_survives_the_wire(message: EngineMessage) -> None:
+    assert decode_from_engine(encode(message)) == message
+
+
+def test_every_message_has_a_tag_of_its_own_and_neither_side_takes_the_others() -> None:
+    tags = [msgspec.msgpack.decode(encode(message))[0] for message in [*FROM_GATEWAY, *FROM_ENGINE]]
+    assert len(set(tags)) == len(tags) - 1, "Heartbeat goes both ways"
+    for message in FROM_ENGINE:
+        if not isinstance(message, Heartbeat):
+            with pytest.raises(WireDecodeError):
+                decode_from_gateway(encode(message))
+
+
+def test_a_newer_peer_may_add_fields_at_the_end() -> None:
+    frame = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(Abort(4, "timeout"))), "new", [1]])
+    assert decode_from_gateway(frame) == Abort(4, "timeout")
+
+
+def test_an_older_peer_may_leave_out_fields_that_have_defaults() -> None:
+    assert decode_from_gateway(msgspec.msgpack.encode([4, 9])) == Abort(9)
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x90", b"\x91\x63", b"\x92\x04\xc0", encode(Abort(1))[:-1], b"\x80"])
+def test_what_is_no_message_raises_a_decode_error(frame: bytes) -> None:
+    with pytest.raises(WireDecodeError, match="wire version"):
+        decode_from_gateway(frame)
+
+
+def test_ids_are_little_endian_int32() -> None:
+    assert pack_ids([1, 256, 2**31 - 1, -1]) == bytes.fromhex("01000000 00010000 ffffff7f ffffffff")
+    assert unpack_ids(pack_ids(range(1000))) == list(range(1000))
+    assert unpack_ids(b"") == []
+    for wrong in (2**31, -(2**31) - 1, 2**63):
+        with pytest.raises(OverflowError):
+            pack_ids([wrong])
+    with pytest.raises(WireDecodeError, match="got 5 bytes"):
+        unpack_ids(b"12345")
+
+
+def test_the_common_step_costs_eight_bytes_a_row() -> None:
+    rows = [(request_id, 0, [request_id + 7]) for request_id in range(256)]
+    output = pack_rows(rows, 5, [])
+    assert (output.num_tokens, output.choices, output.finished) == (b"", b"", [])
+    assert unpack_ids(output.request_ids) == list(range(256))
+    assert unpack_ids(output.token_ids) == list(range(7, 263))
+    assert len(encode(output)) <= 256 * 8 + 20
+
+
+def test_rows_of_several_tokens_and_choices_say_so() -> None:
+    output = pack_rows([(1, 0, [5]), (1, 2, [6, 7])], 5, [END])
+    assert unpack_ids(output.token_ids) == [5, 6, 7]
+    assert unpack_ids(output.num_tokens) == [1, 2]
+    assert unpack_ids(output.choices) == [0, 2]
+    assert output.finished == [END]
+    assert unpack_ids(pack_rows([(1, 0, [5]), (1, 2, [6])], 5, []).choices) == [0, 2]
+
+
+@pytest.mark.parametrize("message", FROM_GATEWAY, ids=lambda m: type(m).__name__)
+def test_the_request_of_a_broken_message_is_found_when_its_bytes_say_it(message: GatewayMessage) -> None:
+    values = msgspec.msgpack.decode(encode(message))
+    broken = msgspec.msgpack.encode([*values[:2], {"not": "what belongs here"}])
+    expected = message.request_id if isinstance(message, Submit | Abort | Pause | Resume | Attach) else -1
+    assert peek_request_id(broken) == expected
+
+
+def test_no_request_is_found_where_none_is() -> None:
+    for values in ([3], [3, -1], [3, 2**31], [3, "1"], [3, True], [], {"a": 1}, 7):
+        assert peek_request_id(msgspec.msgpack.encode(values)) == -1
