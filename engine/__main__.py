@@ -16,8 +16,11 @@ from collections.abc import Mapping, Sequence
 from select import POLLIN, poll
 from types import FrameType
 
-# PyTorch reads it when it is first imported, so before the imports below: 2 MiB pages make weights faster to read.
+# Read when PyTorch and its OpenMP are first imported, so before the imports below. Weights in 2 MiB pages are faster to
+# read. Threads that spin at the end of a parallel region keep the core from whoever they wait for: with the gateway and
+# others on the same cores a step took four times as long, and alone on them a short spin costs nothing.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn

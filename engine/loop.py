@@ -95,7 +95,9 @@ class EngineLoop:
         self._outputs: list[SequenceOutput] = []
         """What this turn has brought and not yet published."""
         self._exit_code: int | None = None
-        self._drain_limit_s: float | None = None
+        self._is_draining = False
+        self._drain_asked_s = float("inf")
+        """Limit of a drain that was asked for and whose time does not yet run."""
         self._drain_until_s = float("inf")
         now_s = clock()
         self._next_heartbeat_s = now_s
@@ -110,8 +112,10 @@ class EngineLoop:
         return self._socket.endpoint
 
     def drain(self, limit_s: float = DEFAULT_DRAIN_S) -> None:
-        """Take no new work; end when the live streams have ended, and abort those that live after `limit_s`."""
-        self._drain_limit_s = limit_s
+        """Take no new work; end when the live streams have ended, and abort those that live after `limit_s`. Asked
+        twice, the earlier end counts."""
+        self._is_draining = True
+        self._drain_asked_s = limit_s
         self._socket.wake()
 
     def stop(self) -> None:
@@ -153,7 +157,7 @@ class EngineLoop:
             for gateway_id, message in self._inbox.receive():
                 self._answer_while_loading(gateway_id, message, loader.progress)
             self._inbox.take_silent(self._config.gateway_timeout_s)
-            if self._drain_limit_s is not None:
+            if self._is_draining:
                 self._exit_code = EXIT_ASKED
         if self._on_loaded is not None:
             self._on_loaded()
@@ -275,7 +279,7 @@ class EngineLoop:
             self._stats.count_outputs(outputs, now_s)
             self._publisher.publish(outputs, now_s)
             self._requests.hold_back()
-        if self._drain_limit_s is not None and not self._publisher.num_live:
+        if self._is_draining and not self._publisher.num_live:
             self._exit_code = EXIT_ASKED
 
     # What a clock makes due
@@ -292,9 +296,10 @@ class EngineLoop:
         self._outputs += self._scheduler.expire()
         for request in self._publisher.expire(now_s):
             self._requests.end(request, "gateway_lost")
-        if self._drain_limit_s is not None and self._drain_until_s == float("inf"):
-            self._drain_until_s = now_s + self._drain_limit_s
-            logger.info("draining", extra=fields(limit_s=self._drain_limit_s, num_live=self._publisher.num_live))
+        if self._drain_asked_s < float("inf"):
+            logger.info("draining", extra=fields(limit_s=self._drain_asked_s, num_live=self._publisher.num_live))
+            self._drain_until_s = min(self._drain_until_s, now_s + self._drain_asked_s)
+            self._drain_asked_s = float("inf")
         if now_s >= self._drain_until_s:
             for request in self._publisher.live():
                 self._requests.end(request, "drain")
@@ -327,7 +332,7 @@ class EngineLoop:
                 if message.epoch == self._epoch:
                     requests.acknowledge(gateway_id, message.last_step)
             case Submit():
-                requests.submit(gateway_id, message, is_draining=self._drain_limit_s is not None)
+                requests.submit(gateway_id, message, is_draining=self._is_draining)
             case Abort():
                 requests.abort(gateway_id, message)
             case Pause() | Resume():

@@ -6,6 +6,10 @@ first character replaced by a lone surrogate, one per character (`_Protection`).
 surrogate (they are refused), so none can forge one; the length of the text stays, and so do white space and all
 that templates strip, trim, split at or compare. What still reads as a special token in the rendered text was
 written by the template. `render` cuts there and puts the characters back.
+
+Some models structure prompts with added tokens that they do not call special (`<think>`, DeepSeek's `<｜User｜>`).
+Those that the template's source names are treated alike, except in an assistant's messages: there they are the
+model's own, and templates look for them. Other added tokens (runs of spaces, say) match in texts, as everywhere.
 """
 
 import json
@@ -50,11 +54,12 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class SpecialToken(msgspec.Struct, frozen=True):
-    """A token that structures prompts: its text, its id, and whether it swallows white space beside it."""
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is found in a text before all others, and whether it swallows the white space beside it."""
 
     text: str
     token_id: int
+    is_special: bool = True
     takes_left_space: bool = False
     takes_right_space: bool = False
 
@@ -117,37 +122,48 @@ def _make_environment() -> _Sandbox:
 
 
 class _Protection:
-    """Replaces the first character of every special token in a text by a lone surrogate, and back.
+    """Replaces the first character of every occurrence of some tokens in a text by a lone surrogate, and back.
 
-    A text that ends with the beginning of a special token, or begins with the end of one, is treated alike there, so
+    A text that ends with the beginning of such a token, or begins with the end of one, is treated alike there, so
     that it cannot be completed by what the template puts beside it.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        tokens = sorted(set(texts), key=len, reverse=True)
-        beginnings = {token[:length] for token in tokens for length in range(1, len(token))}
-        ends = {token[length:] for token in tokens for length in range(1, len(token))}
-        firsts = sorted({text[0] for text in (*tokens, *beginnings, *ends)})
+    def __init__(self, texts: Iterable[str], whole: "_Protection | None" = None) -> None:
+        """whole: one for these tokens and more, whose `show` is to put back what this one hides."""
+        self._tokens = frozenset(texts)
+        self._max_length = max(map(len, self._tokens), default=0)
+        self._beginnings = {token[:length] for token in self._tokens for length in range(1, len(token))}
+        self._ends = {token[length:] for token in self._tokens for length in range(1, len(token))}
+        firsts = sorted({text[0] for text in (*self._tokens, *self._ends)})
         if len(firsts) > _MAX_HIDDEN_CHARS:
-            raise ModelError(
-                f"the tokenizer's special tokens have {len(firsts)} different characters, too many to tell apart"
-            )
-        self._hide = {first: chr(_FIRST_SURROGATE + index) for index, first in enumerate(firsts)}
-        self._show = {_FIRST_SURROGATE + index: first for index, first in enumerate(firsts)}
-        # Look-ahead, so that tokens which overlap are all found; the longest beginning or end first
-        alternatives = [f"(?:{_any_of(tokens)})"] if tokens else []
-        if beginnings:
-            alternatives.append(rf"(?:{_any_of(beginnings)})\Z")
-        if ends:
-            alternatives.append(rf"\A(?:{_any_of(ends)})")
-        self._pattern = re.compile(rf"(?=({'|'.join(alternatives)}))[\s\S]") if alternatives else None
+            raise ModelError(f"the tokenizer's special tokens hold {len(firsts)} characters, too many to tell apart")
+        own = {first: chr(_FIRST_SURROGATE + index) for index, first in enumerate(firsts)}
+        self._hide: dict[str, str] = own if whole is None else whole._hide
+        self._show = {ord(hidden): first for first, hidden in self._hide.items()}
+        self._token = re.compile(_any_of(self._tokens)) if self._tokens else None
 
     def hide(self, text: str) -> str:
-        if self._pattern is None:
+        if self._token is None or not text:
             return text
-        return self._pattern.sub(lambda match: self._hide[match.group()], text)
+        found: set[int] = set()
+        match = self._token.search(text)
+        while match is not None:
+            found.add(match.start())
+            match = self._token.search(text, match.start() + 1)  # tokens may overlap
+        for length in range(1, min(self._max_length, len(text) + 1)):
+            if text[-length:] in self._beginnings:
+                found.add(len(text) - length)
+            if text[:length] in self._ends:
+                found.add(0)
+        if not found:
+            return text
+        characters = list(text)
+        for index in found:
+            characters[index] = self._hide[characters[index]]
+        return "".join(characters)
 
     def show(self, text: str) -> str:
+        """Put back what hide replaced."""
         return text.translate(self._show)
 
 
@@ -158,8 +174,9 @@ def _any_of(texts: Iterable[str]) -> str:
 class ChatTemplate:
     """A compiled template with the special tokens of its model. Immutable; render may run in several threads."""
 
-    def __init__(self, source: str, special_tokens: Sequence[SpecialToken], named_tokens: Mapping[str, str]) -> None:
-        """named_tokens: what the template may print by name, such as bos_token. Raises ModelError."""
+    def __init__(self, source: str, added_tokens: Sequence[AddedToken], named_tokens: Mapping[str, str]) -> None:
+        """added_tokens: all that the tokenizer has. named_tokens: what the template may print by name, such as
+        bos_token. Raises ModelError."""
         try:
             source.encode()
         except UnicodeEncodeError as error:
@@ -170,8 +187,14 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not compile: {error} (line {error.lineno})") from error
         self._knows_tool_messages = re.search(r"\btool\b|\bipython\b", source) is not None
         self._named_tokens = dict(named_tokens)
-        self._by_text = {token.text: token for token in special_tokens if token.text}
+        structural = [token for token in added_tokens if token.text and (token.is_special or token.text in source)]
+        self.structural_ids = frozenset(token.token_id for token in structural)
+        """The tokens that only the template may write; an assistant's message may write those that are not special."""
+        self._by_text = {token.text: token for token in structural}
         self._protection = _Protection(self._by_text)
+        self._assistant_protection = _Protection(
+            (token.text for token in structural if token.is_special), whole=self._protection
+        )
         self._splitter = re.compile(_any_of(self._by_text)) if self._by_text else None
 
     def render(
@@ -180,7 +203,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, object],
-    ) -> list[str | SpecialToken]:
+    ) -> list[str | AddedToken]:
         """The prompt as the template's own special tokens and the texts between them, each to be encoded in one piece.
 
         continue_final_message: the prompt ends where the last message's text ends. template_kwargs: JSON values, also
@@ -199,7 +222,8 @@ class ChatTemplate:
                 raise InvalidField(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}")
             if message.role == "tool" and not self._knows_tool_messages:
                 raise InvalidField(f"messages[{index}].role", "this model's chat template has no tool messages")
-            content = self._protection.hide(message.content)
+            protection = self._assistant_protection if message.role == "assistant" else self._protection
+            content = protection.hide(message.content)
             if continue_final_message and index == len(messages) - 1:
                 content += _CUT_MARK + " "
             entry = {"role": message.role, "content": content}
@@ -270,11 +294,11 @@ class ChatTemplate:
         kept = rendered[:end].replace(_CUT_MARK + " ", "").replace(_CUT_MARK, "")
         return kept if rendered.startswith(" ", end + 1) else kept.rstrip()
 
-    def _split(self, rendered: str) -> list[str | SpecialToken]:
+    def _split(self, rendered: str) -> list[str | AddedToken]:
         """White space beside a special token that takes it disappears, as when the whole text is encoded at once."""
         if self._splitter is None:
             return [self._protection.show(rendered)] if rendered else []
-        parts: list[str | SpecialToken] = []
+        parts: list[str | AddedToken] = []
         start = 0
         for match in self._splitter.finditer(rendered):
             token = self._by_text[match.group()]

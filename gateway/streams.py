@@ -423,7 +423,7 @@ class Stream:
         """Somebody else attaches to it: it ends here, but not in the engine."""
         if not self._is_done:
             self._engine.release(self)
-            self._end_early(Ending("abort", "attached elsewhere"), "")
+            self._end_early(Ending("abort", "attached_elsewhere"), "")
 
     def _end_early(self, ending: Ending, cause: str) -> None:
         if self._is_done:

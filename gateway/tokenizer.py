@@ -14,7 +14,7 @@ from typing import Final, Literal, NoReturn
 import msgspec
 import tokenizers
 
-from gateway.chat_template import ChatMessage, ChatTemplate, SpecialToken
+from gateway.chat_template import AddedToken, ChatMessage, ChatTemplate
 from gateway.gguf_vocabulary import read_gguf_vocabulary
 from streamkv.errors import InvalidField, ModelError
 from streamkv.model_files import ModelFiles
@@ -104,21 +104,22 @@ class Tokenizer:
             parsing.add_special_tokens(missing)
             added = parsing.get_added_tokens_decoder()
         facts = json.loads(parsing.to_str())
-        self._parsing = parsing
-        self._literal = _copy(facts)
-        self._continuing = _copy_for_continuation(facts) or self._literal
-        self.eos_token_ids = tuple(eos_token_ids)
-        special = [
-            SpecialToken(token.content, token_id, token.lstrip, token.rstrip)
+        tokens = [
+            AddedToken(token.content, token_id, token.special, token.lstrip, token.rstrip)
             for token_id, token in added.items()
-            if token.special and token.content
         ]
-        self._special_texts = tuple(token.text for token in special)
-        self._template = ChatTemplate(chat_template, special, named_tokens) if chat_template else None
+        self._template = ChatTemplate(chat_template, tokens, named_tokens) if chat_template else None
+        special_ids = [token.token_id for token in tokens if token.is_special]
+        structural_ids = self._template.structural_ids if self._template else frozenset(special_ids)
+        self._parsing = parsing
+        self._literal = _make_literal(facts, structural_ids)
+        later = _without_prefix(facts)
+        self._continuing = self._literal if later == facts else _make_literal(later, structural_ids)
+        self.eos_token_ids = tuple(eos_token_ids)
         self._missing_bytes = _missing_bytes(facts, parsing)
         self._unknown_id = None if _is_byte_level(facts) else _read_unknown_id(facts, parsing)
         self._unknown_text = None if self._unknown_id is None else parsing.id_to_token(self._unknown_id)
-        self.vocabulary = _read_vocabulary(facts, parsing, [token.token_id for token in special], min_vocab_size)
+        self.vocabulary = _read_vocabulary(facts, parsing, special_ids, min_vocab_size)
         self.vocab_size = self.vocabulary.size
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
@@ -160,11 +161,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """The texts of all special tokens."""
-        return self._special_texts
-
     def encode(
         self, text: str, field: str = "prompt", *, add_special_tokens: bool = True, max_tokens: int = 0
     ) -> list[int]:
@@ -194,8 +190,7 @@ class Tokenizer:
     ) -> list[int]:
         """A chat's ids: the template's special tokens, and between them its text and the messages' in one piece.
 
-        Text in a message never becomes a special token (`chat_template` says how); tokens that the tokenizer added
-        but does not call special are matched, as everywhere. max_tokens: as in encode.
+        Text in a message never becomes a special token (`chat_template` says how). max_tokens: as in encode.
         Raises InvalidField for `messages`, `chat_template_kwargs` or `continue_final_message`.
         """
         if self._template is None:
@@ -207,7 +202,7 @@ class Tokenizer:
         parts = self._template.render(messages, add_generation_prompt, continue_final_message, template_kwargs or {})
         ids: list[int] = []
         for part in parts:
-            if isinstance(part, SpecialToken):
+            if isinstance(part, AddedToken):
                 ids.append(part.token_id)
             else:
                 self._check_text(part, "messages")
@@ -311,18 +306,22 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _copy(facts: dict[str, object]) -> tokenizers.Tokenizer:
-    """A tokenizer that takes special tokens in a text for text."""
-    copy = tokenizers.Tokenizer.from_str(json.dumps(facts))
-    copy.encode_special_tokens = True
-    return copy
+def _make_literal(facts: dict[str, object], structural_ids: frozenset[int]) -> tokenizers.Tokenizer:
+    """A tokenizer that takes the tokens of structural_ids for text where it finds them in a text."""
+    added = facts["added_tokens"]
+    assert isinstance(added, list)
+    marked = [{**token, "special": token["special"] or token["id"] in structural_ids} for token in added]
+    literal = tokenizers.Tokenizer.from_str(json.dumps({**facts, "added_tokens": marked}))
+    literal.encode_special_tokens = True
+    return literal
 
 
-def _copy_for_continuation(facts: dict[str, object]) -> tokenizers.Tokenizer | None:
-    """For text after a special token, where the tokenizer prepares only the beginning of a prompt differently."""
-    text = json.dumps(facts)
-    later = text.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
-    return None if later == text else _copy(json.loads(later))
+def _without_prefix(facts: dict[str, object]) -> dict[str, object]:
+    """For text after a special token, where the tokenizer puts a space before the beginning of a prompt only."""
+    later: dict[str, object] = json.loads(
+        json.dumps(facts["pre_tokenizer"]).replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    )
+    return {**facts, "pre_tokenizer": later}
 
 
 def _types_in(part: object) -> list[str]:

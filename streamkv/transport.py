@@ -100,7 +100,7 @@ def check_endpoint(endpoint: str, has_keys: bool) -> None:
         raise ConfigError(
             "endpoint",
             f"{endpoint!r} can be reached from other machines, so it needs CURVE keys (curve_secret_key_file, and on "
-            "the gateway curve_server_key; `streamkv engine --help` says how to make them); or use 127.0.0.1 or ipc://",
+            "the gateway curve_server_key; `streamkv keygen FILE` makes them); or use 127.0.0.1 or ipc://",
         )
 
 

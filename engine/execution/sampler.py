@@ -34,8 +34,8 @@ _TILE = 256
 """Ids per tile. Maxima and sums of tiles come first: most tiles are never looked at again."""
 _MIN_TEMPERATURE = 1e-6
 """Below it the division would overflow; the likeliest token has all the weight long before."""
-_TOP_P_FLOORS = (1e-4, 1e-7, 0.0)
-"""Weights over which the top_p set is looked for: sorting a few hundred tokens is cheap, a whole vocabulary is not."""
+_MAX_SORTED = 2048
+"""Weights that are sorted at once; of more, those round the threshold are found first."""
 
 
 class NonFiniteLogits(StreamKVError):
@@ -123,22 +123,14 @@ def _sample_row(
             kept &= logits >= logits.topk(sampling.top_k).values[-1]
         ids, weights = ids[kept], weights[kept]
         if sampling.top_p < 1.0:
-            ids, weights = _keep_top_p(ids, weights, sampling.top_p * weights.double().sum().item())
-        return int(ids[_pick(weights, uniform)])
+            weights *= weights >= _top_p_threshold(weights, sampling.top_p * weights.double().sum().item())
+        return int(ids[_pick_at(weights, uniform * weights.double().sum().item())])
 
     weights = (tiles - highest).mul_(inverse_temperature).exp_()
     tile_sums = weights.sum(-1).double()
     if sampling.top_p < 1.0:
-        wanted = sampling.top_p * tile_sums.sum().item()
-        for floor_weight in _TOP_P_FLOORS:
-            floor = highest + math.log(floor_weight) / inverse_temperature if floor_weight else float("-inf")
-            ids, logits = _candidates(tiles, tile_maxima, floor)
-            candidates = (logits - highest).mul_(inverse_temperature).exp_()
-            if candidates.double().sum().item() >= wanted:
-                break
-        ids, candidates = _keep_top_p(ids, candidates, wanted)
-        return int(ids[_pick(candidates, uniform)])
-
+        weights *= weights >= _top_p_threshold(weights.view(-1), sampling.top_p * tile_sums.sum().item())
+        tile_sums = weights.sum(-1).double()
     cumulative = tile_sums.cumsum(0)
     target = uniform * cumulative[-1].item()
     tile = min(int(torch.searchsorted(cumulative, target, right=True)), len(tile_sums) - 1)
@@ -154,19 +146,27 @@ def _candidates(tiles: torch.Tensor, tile_maxima: torch.Tensor, floor: float) ->
     return tile_ids[places // _TILE] * _TILE + places % _TILE, logits[places]
 
 
-def _keep_top_p(ids: torch.Tensor, weights: torch.Tensor, wanted: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Drop what lies under the largest weight at which the tokens kept reach `wanted`; all stay if nothing does."""
+def _top_p_threshold(weights: torch.Tensor, wanted: float) -> float:
+    """The largest t with sum(weights[weights >= t]) >= wanted; 0 if there is none.
+
+    weights: float32, 0 .. 1. A flat distribution leaves tens of thousands of them, so they are not sorted but told
+    apart by their bits, which are in the order of the numbers, ten at a time.
+    """
+    above = 0.0
+    for shift in (20, 10, 0):
+        if len(weights) <= _MAX_SORTED:
+            break
+        digits = (weights.view(torch.int32) >> shift) & 1023
+        # A weight is at most 1, whose first digit is 1016, so the first round's mask takes nothing away.
+        mass_from = above + torch.bincount(digits, weights.double(), 1024).flip(0).cumsum(0).flip(0)
+        reached = int((mass_from >= wanted).sum()) - 1
+        if reached < 0:
+            return 0.0
+        above = float(mass_from[reached + 1]) if reached < 1023 else above
+        weights = weights[digits == reached]
     descending = weights.sort(descending=True).values
-    reached = int(torch.searchsorted(descending.double().cumsum(0), wanted))
-    if reached >= len(weights):
-        return ids, weights
-    kept = weights >= descending[reached]
-    return ids[kept], weights[kept]
-
-
-def _pick(weights: torch.Tensor, uniform: float) -> int:
-    """The index at which the cumulative weights pass `uniform` of their sum."""
-    return _pick_at(weights, uniform * weights.double().sum().item())
+    reached = int(torch.searchsorted(descending.double().cumsum(0), wanted - above))
+    return float(descending[min(reached, len(descending) - 1)])
 
 
 def _pick_at(weights: torch.Tensor, target: float) -> int:

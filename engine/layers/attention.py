@@ -45,8 +45,8 @@ class _Chunk:
     query_end: int
     history_slots: torch.Tensor | None
     """[num_history] int64: the visible positions before this chunk; None: there are none."""
-    mask: torch.Tensor
-    """[num_queries, num_history + num_queries] float32, added to the scores: 0 or -inf."""
+    mask: torch.Tensor | None
+    """[num_queries, num_history + num_queries] float32, added to the scores: 0 or -inf. None: plainly causal."""
 
 
 @dataclass(slots=True)
@@ -145,6 +145,7 @@ class Attention:
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
             scale=self.scale,
             enable_gqa=self.group_size > 1,
         )
@@ -205,6 +206,8 @@ class Attention:
         seq_len = batch.seq_lens[i]
         start = seq_len - (query_end - query_start)
         first = self._first_visible(start)
+        if start == 0 and self._first_visible(seq_len - 1) == 0:
+            return _Chunk(query_start, query_end, None, None)
         history_slots = _slots(batch.block_tables[i], first, start, block_size) if first < start else None
         query_positions = torch.arange(start, seq_len)[:, None]
         key_positions = torch.arange(first, seq_len)[None, :]

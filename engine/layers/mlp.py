@@ -10,12 +10,10 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)), with gate and up as one matrix: gate's rows first."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, has_bias: bool, dtype: torch.dtype) -> None:
-        self.intermediate_size = intermediate_size
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, has_bias, dtype)
         self.down = Linear(intermediate_size, hidden_size, has_bias, dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size] → the same shape."""
-        gate_up = self.gate_up(x)
-        gate = F.silu(gate_up[:, : self.intermediate_size])
-        return self.down(gate.mul_(gate_up[:, self.intermediate_size :]))
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return self.down(F.silu(gate).mul_(up))

@@ -18,12 +18,17 @@ class RMSNorm:
 
     def allocate(self) -> torch.Tensor:
         """Make room for the weight, to be filled by the caller."""
+        self._eps = torch.tensor([self.eps])
+        self._mean = torch.full((*self.shape, 1), 1.0 / self.shape[0])
         self.weight = torch.empty(self.shape, dtype=self.dtype)
         return self.weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size] → the same shape and dtype, newly allocated."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
         assert self.weight is not None
-        return F.rms_norm(x, self.shape, None, self.eps) * self.weight
+        if x.dtype != torch.float32 or x.dim() != 2:
+            return F.rms_norm(x, self.shape, None, self.eps) * self.weight
+        # The mean of the squares as a matrix product: F.rms_norm on a CPU is made of small operators, and for one
+        # token, where their number is all that counts, takes more than twice as long.
+        scale = torch.addmm(self._eps, x * x, self._mean).rsqrt_()
+        return (x * scale).mul_(self.weight)

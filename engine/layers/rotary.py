@@ -9,10 +9,12 @@ _FIRST_POSITIONS: Final = 4096
 
 
 class RotaryTable:
-    """cos and sin of the positions, in float32, computed once; the table grows when a longer sequence comes.
+    """The rotations of the positions, in float32, computed once; the table grows when a longer sequence comes.
 
-    Rotation pairs dimension d with d + rotary_dim / 2: (a, b) → (a cos - b sin, b cos + a sin). So that one product and
-    one fused multiply-add do it, the sines of the first half are taken negative and meet the halves swapped.
+    Rotation turns pairs of dimensions, (a, b) → (a cos - b sin, b cos + a sin): a product of complex numbers, which is
+    one operator where the real formula takes five. For that a pair must lie side by side, so the rows of the query
+    and key weights are put in the order of `pair_order` when they are loaded, as llama.cpp does. Scores are sums over
+    all dimensions, so they do not depend on it.
     """
 
     def __init__(self, frequencies: torch.Tensor, scale: float = 1.0) -> None:
@@ -24,39 +26,45 @@ class RotaryTable:
     def _grow(self, num_positions: int) -> None:
         """Takes 4 * num_positions * rotary_dim bytes."""
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * self.frequencies
-        self.cos = angles.cos() * self.scale
-        """[num_positions, rotary_dim / 2]."""
-        self.sin = angles.sin() * self.scale
+        self.turns = torch.complex(angles.cos() * self.scale, angles.sin() * self.scale)[:, None]
+        """[num_positions, 1, rotary_dim / 2] complex64."""
 
     def at(self, positions: torch.Tensor, num_positions: int) -> "Rotation":
         """positions: [num_tokens] int64, each under num_positions."""
-        if num_positions > len(self.cos):
+        if num_positions > len(self.turns):
             self._grow(1 << (num_positions - 1).bit_length())
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        return Rotation(torch.stack((cos, cos), dim=1)[:, None], torch.stack((-sin, sin), dim=1)[:, None])
+        return Rotation(self.turns.index_select(0, positions))
 
 
 class Rotation:
     """The rotation of one step's tokens; all layers share it."""
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """cos, sin: [num_tokens, 1, 2, rotary_dim / 2] float32, for both halves; the first half's sin negated."""
-        self.cos = cos
-        self.sin = sin
-        self.rotary_dim = 2 * cos.shape[-1]
+    def __init__(self, turns: torch.Tensor) -> None:
+        """turns: [num_tokens, 1, rotary_dim / 2] complex64."""
+        self.turns = turns
+        self.rotary_dim = 2 * turns.shape[-1]
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """heads: [num_tokens, num_heads, head_dim] → rotated, the same shape and dtype, newly allocated.
+        """heads: [num_tokens, num_heads, head_dim], pairs side by side → rotated, the same shape and dtype, new.
 
-        Computed in float32. Dimensions from rotary_dim on pass through.
+        Computed in float32. Dimensions from rotary_dim on pass through. head_dim's elements must lie side by side.
         """
         num_tokens, num_heads, head_dim = heads.shape
         if self.rotary_dim < head_dim:
             rotated = self(heads[..., : self.rotary_dim])
             return torch.cat((rotated, heads[..., self.rotary_dim :]), dim=-1)
-        halves = heads.view(num_tokens, num_heads, 2, head_dim // 2)
-        rotated = (halves * self.cos).addcmul_(halves.flip(2).float(), self.sin)
-        return rotated.view(num_tokens, num_heads, head_dim).to(heads.dtype)
+        pairs = torch.view_as_complex(heads.float().view(num_tokens, num_heads, -1, 2))
+        return torch.view_as_real(pairs * self.turns).view(num_tokens, num_heads, head_dim).to(heads.dtype)
+
+
+def pair_order(num_heads: int, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Which row of a weight comes at each place, so that pairs lie side by side: [num_heads * head_dim] int64.
+
+    The rows come in the order of Hugging Face files, where dimension d of a head pairs with d + rotary_dim / 2.
+    """
+    within = torch.arange(head_dim)
+    within[:rotary_dim] = torch.arange(rotary_dim).view(2, -1).t().reshape(-1)
+    return (torch.arange(num_heads)[:, None] * head_dim + within).view(-1)
 
 
 def default_frequencies(theta: float, rotary_dim: int) -> torch.Tensor:

@@ -471,6 +471,8 @@ def _checked(config: ModelConfig, source: str) -> ModelConfig:
         raise ModelError(f"{source}: {config.num_layers} layers are more than {_MAX_LAYERS}")
     if config.num_heads % config.num_kv_heads:
         raise ModelError(f"{source}: {config.num_heads} query heads do not share {config.num_kv_heads} KV heads evenly")
+    if config.head_dim % 2:
+        raise ModelError(f"{source}: an odd head dimension, {config.head_dim}, is not supported")
     if config.rope.rotary_dim % 2 or not 0 < config.rope.rotary_dim <= config.head_dim:
         raise ModelError(
             f"{source}: {config.rope.rotary_dim} rotated dimensions do not fit a head of {config.head_dim}"

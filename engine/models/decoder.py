@@ -22,8 +22,8 @@ class DecoderLayer:
         self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, activation_dtype: torch.dtype
     ) -> None:
         hidden_size, head_dim = config.hidden_size, config.head_dim
-        self.num_heads = config.num_heads
-        self.num_rotated_heads = config.num_heads + config.num_kv_heads
+        self.head_counts = [config.num_heads, config.num_kv_heads]
+        self.rotated_and_value_counts = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
         self.head_dim = head_dim
         num_qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
         self.input_norm = RMSNorm(hidden_size, config.rms_norm_eps, activation_dtype)
@@ -48,12 +48,12 @@ class DecoderLayer:
         rows: go on with these rows alone once keys and values are written: [len(rows), hidden_size] comes back.
         """
         heads = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
-        rotated, value = heads[:, : self.num_rotated_heads], heads[:, self.num_rotated_heads :]
+        rotated, value = heads.split_with_sizes(self.rotated_and_value_counts, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            query, key = rotated.split_with_sizes(self.head_counts, dim=1)
             rotated = torch.cat((self.query_norm(query), self.key_norm(key)), dim=1)
         rotated = rotation(rotated)
-        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        query, key = rotated.split_with_sizes(self.head_counts, dim=1)
         attended = self.attention(query, key, value, batch, cache)
         if rows is not None:
             attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, LinearMethod
 from engine.layers.norm import RMSNorm
+from engine.layers.rotary import pair_order
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from streamkv.errors import ModelError
@@ -128,6 +129,8 @@ class _Fill:
 
     owner: Linear | RMSNorm | Embedding
     pieces: tuple[_Piece, ...]
+    order: torch.Tensor | None = None
+    """Once full, which of its rows comes at each place; None: they stay."""
 
 
 def fill_decoder(
@@ -156,6 +159,10 @@ def fill_decoder(
                 source.copy_into(f"{piece.name}.bias", owner.bias[rows], piece.num_heads)
             done += math.prod(expected[f"{piece.name}.weight"])
             report("loading weights", 100.0 * done / total)
+        if fill.order is not None:
+            weight.copy_(weight.index_select(0, fill.order))
+            if isinstance(owner, Linear) and owner.bias is not None:
+                owner.bias.copy_(owner.bias.index_select(0, fill.order))
         if isinstance(owner, Linear):
             owner.finish(method)
     if config.tie_word_embeddings:
@@ -177,17 +184,21 @@ def _fills(model: Decoder, names: TensorNames) -> Iterator[_Fill]:
 def _layer_fills(layer: DecoderLayer, config: ModelConfig, names: TensorNames, prefix: str) -> Iterator[_Fill]:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     num_query, num_kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    # Rotated heads have their pairs side by side (see RotaryTable); values stay as they are.
+    order = pair_order(config.num_heads + config.num_kv_heads, head_dim, config.rope.rotary_dim)
+    order = torch.cat((order, torch.arange(num_query + num_kv, num_query + 2 * num_kv)))
     yield _Fill(layer.input_norm, (_Piece(prefix + names.input_norm, 0, hidden),))
     if config.fused_files:
-        yield _Fill(layer.qkv, (_Piece(prefix + names.qkv, 0, num_query + 2 * num_kv),))
+        yield _Fill(layer.qkv, (_Piece(prefix + names.qkv, 0, num_query + 2 * num_kv),), order)
     else:
         query = _Piece(prefix + names.query, 0, num_query, config.num_heads)
         key = _Piece(prefix + names.key, num_query, num_kv, config.num_kv_heads)
         value = _Piece(prefix + names.value, num_query + num_kv, num_kv)
-        yield _Fill(layer.qkv, (query, key, value))
+        yield _Fill(layer.qkv, (query, key, value), order)
     if layer.query_norm is not None and layer.key_norm is not None:
-        yield _Fill(layer.query_norm, (_Piece(prefix + names.query_norm, 0, head_dim),))
-        yield _Fill(layer.key_norm, (_Piece(prefix + names.key_norm, 0, head_dim),))
+        within = pair_order(1, head_dim, config.rope.rotary_dim)
+        yield _Fill(layer.query_norm, (_Piece(prefix + names.query_norm, 0, head_dim),), within)
+        yield _Fill(layer.key_norm, (_Piece(prefix + names.key_norm, 0, head_dim),), within)
     yield _Fill(layer.output, (_Piece(prefix + names.output, 0, hidden),))
     yield _Fill(layer.mlp_norm, (_Piece(prefix + names.mlp_norm, 0, hidden),))
     if config.fused_files:

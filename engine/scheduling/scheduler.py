@@ -328,22 +328,24 @@ class Scheduler:
         assert launched is plan, f"step {plan.step} was collected before step {launched.step}"
         outputs, self._ended = self._ended, []
         sampled = iter(tokens.token_ids)
+        finished = SequenceState.FINISHED
         for entry, sequence in zip(plan.scheduled, sequences, strict=True):
             sequence.num_in_flight -= 1
             if entry.samples:
                 token_id = next(sampled)
                 sequence.num_pending -= 1
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished:
                 self.num_wasted_tokens += entry.samples
                 if not sequence.num_in_flight:
                     self._release(sequence)
                 continue
             if not entry.samples:
                 continue
-            sequence.token_ids.append(token_id)
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
             if entry.is_prefill and not sequence.request.first_token_s:
                 sequence.request.first_token_s = self._clock()
-            if token_id in sequence.stop_ids or len(sequence.token_ids) >= sequence.max_len:
+            if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_len:
                 ending = self._ending(sequence)
                 if ending is not None:
                     self._finish(sequence)
@@ -370,15 +372,14 @@ class Scheduler:
             if start + 1 >= sequence.max_len:
                 index += 1
                 continue  # the last token that it may have is on its way
-            table = sequence.block_table
             new_block_ids: list[int] = []
             # A block that it has already is its own: whoever forks copies the block that both would write, at once.
-            if start >= len(table) * block_size:
+            if start >= len(sequence.block_table) * block_size:
                 if not blocks.num_free_blocks and not self._make_room(draft, sequence, 1, index):
                     index += sequence.state is SequenceState.RUNNING
                     continue
                 blocks.allocate(sequence, start + 1)
-                new_block_ids = table[-1:]
+                new_block_ids = sequence.block_table[-1:]
             decodes.append(
                 ScheduledSequence(
                     sequence.sequence_id,

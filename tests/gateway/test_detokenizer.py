@@ -46,19 +46,18 @@ def byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("kind", ["bytes", "byte_fallback"])
+@pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_deltas_of_any_ids_joined_are_the_whole_decode(
     tokenizers: dict[str, Tokenizer], kind: str, skip: bool, data: st.DataObject
 ) -> None:
     tokenizer = tokenizers[kind]
     # Mostly the first ids: special tokens, single bytes, half characters
-    token = st.one_of(st.integers(0, tokenizer.vocab_size - 1), st.integers(0, 259))
+    last = tokenizer.vocab_size - 1
+    token = st.one_of(st.integers(0, last), st.integers(0, min(last, 259)))
     ids = data.draw(st.lists(token, max_size=40))
-    whole = tokenizer.decode(ids, skip_special_tokens=skip)
     deltas = deltas_of(Detokenizer(tokenizer, skip_special_tokens=skip), ids)
-    assert "".join(deltas) == whole
-    assert "".join(deltas[:-1]).encode()  # whole characters: no half of a surrogate pair or such
+    assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +76,7 @@ def test_deltas_of_a_text_joined_are_the_whole_decode(tokenizers: dict[str, Toke
 
 
 @given(st.binary(max_size=24).map(lambda data: bytes(byte for byte in data if byte not in (4, 6, 0xF1, 0xF2))))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_bytes_that_are_no_text_become_the_replacement_characters_of_the_whole(
     bytes_kind: Tokenizer, data: bytes
 ) -> None:
@@ -160,7 +159,7 @@ def could_become_a_stop(text: str, stops: Sequence[str]) -> int:
     stops=st.lists(st.text("ab<é", min_size=1, max_size=5), min_size=1, max_size=4),
     include=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_the_first_complete_stop_string_cuts_the_text_and_nothing_of_it_leaks(
     bytes_kind: Tokenizer, text: str, stops: list[str], include: bool
 ) -> None:

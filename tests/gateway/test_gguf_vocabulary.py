@@ -47,7 +47,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "llama"])
 @given(text=texts)
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_text_gives_the_ids_of_the_tokenizer_that_was_saved(
     pairs: dict[str, tuple[Tokenizer, Tokenizer]], pre: str, text: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_metadata_is_what_the_gguf_package_wrote(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_damaged_file_is_a_model_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("damaged") / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")

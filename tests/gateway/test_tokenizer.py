@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
+from gateway import chat_template
 from gateway.chat_template import ChatMessage
 from gateway.tokenizer import Tokenizer
 from streamkv.errors import InvalidField, ModelError
@@ -152,6 +154,34 @@ def test_a_template_may_build_special_tokens_of_the_role(tmp_path: Path) -> None
     assert tokenizer.encode_chat(user("<|user|>")).count(kind.token_to_id("<|user|>")) == 1
 
 
+def test_added_tokens_that_the_template_names_are_the_template_s_and_the_assistant_s(tmp_path: Path) -> None:
+    kind = train_byte_level()
+    kind.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<|User|>", "<think>", "   ")])
+    template = (
+        "{% for m in messages %}{{ '<|User|>' if m.role == 'user' else '<|im_start|>' }}"
+        "{{ m.content.split('<think>')[-1] }}{% endfor %}{{ '<think>' }}"
+    )
+    tokenizer = Tokenizer.load(write_folder(tmp_path, kind, template))
+    named, think, spaces = (kind.token_to_id(text) for text in ("<|User|>", "<think>", "   "))
+    typed = "a   <|User|>b"
+    ids = tokenizer.encode_chat(user(typed))
+    assert [token_id for token_id in ids if token_id in (named, think, spaces)] == [named, spaces, think]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<|User|>{typed}<think>"
+    # What a user types is one text to the template, what an assistant wrote has its parts
+    ids = tokenizer.encode_chat([ChatMessage("user", "x<think>y"), ChatMessage("assistant", "x<think>y<|im_end|>")])
+    shown = "<|User|>x<think>y<|im_start|>y<|im_end|><think>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == shown
+    assert (ids.count(think), ids.count(1), ids.count(2)) == (1, 1, 0)
+
+
+def test_text_after_a_special_token_has_no_space_put_before_it_where_only_a_prompt_s_beginning_has(
+    tmp_path: Path,
+) -> None:
+    kind = train_metaspace()
+    tokenizer = Tokenizer.load(write_folder(tmp_path, kind, "{{ messages[0].content }}<|im_end|>{{ 'the dog' }}"))
+    assert tokenizer.encode_chat(user("the")) == kind.encode("the<|im_end|>the dog").ids
+
+
 def test_template_kwargs_reach_the_template_as_text(tmp_path: Path) -> None:
     tokenizer = load_with(tmp_path, "{% if loud %}!{% endif %}{{ note }}{{ list[0].x }}<|im_end|>")
     ids = tokenizer.encode_chat(
@@ -200,6 +230,17 @@ def test_a_template_that_fails_is_an_invalid_field(tmp_path: Path, template: str
         tokenizer.encode_chat(user("a<|im_end|>"))
     assert caught.value.field == "messages"
     str(caught.value).encode()
+
+
+def test_a_rendering_is_bounded_in_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_with(tmp_path, "{% for i in range(50000) %}{{ messages[0].content }}{% endfor %}")
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 40_000)
+    with pytest.raises(InvalidField, match="more than 40000 characters"):
+        tokenizer.encode_chat(user("x"))
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 60_000)
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 0.0)
+    with pytest.raises(InvalidField, match="longer than 0 s"):
+        tokenizer.encode_chat(user("x"))
 
 
 def test_templates_of_the_wild_compile(tmp_path: Path) -> None:
@@ -267,14 +308,14 @@ def test_roles_that_a_template_cannot_express_are_refused(small: Tokenizer) -> N
 
 def test_a_prompt_far_too_long_is_refused_without_encoding_all_of_it(small: Tokenizer) -> None:
     text = "the quick brown fox " * 100_000
-    began = time.perf_counter()
+    began = time.process_time()
     for refused in (
         lambda: small.encode(text, max_tokens=100),
         lambda: small.encode_chat(user(text), max_tokens=100),
     ):
         with pytest.raises(InvalidField, match="over 100 tokens"):
             refused()
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert len(small.encode("the " * 50, max_tokens=100)) <= 100
 
 
@@ -395,8 +436,6 @@ def test_chats_without_special_text_give_the_ids_of_transformers(tmp_path: Path,
 
     kind = train_byte_level()
     # Phi-3's way: the tokens of roles swallow the white space after them
-    from tokenizers import AddedToken
-
     kind.add_special_tokens([AddedToken(text, rstrip=True, normalized=False) for text in ("<|user|>", "<|assistant|>")])
     kind.add_tokens([AddedToken("<think>", special=False, normalized=False)])
     ours = Tokenizer.load(write_folder(tmp_path, kind, TEMPLATES[name], bos_token="<|im_start|>"))

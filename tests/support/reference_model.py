@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.layers.linear import PlainMethod, Product
+from engine.layers.rotary import pair_order
 from engine.models.config import ModelConfig
 from engine.models.load import load_model
 from gateway.gguf_vocabulary import read_gguf_vocabulary, write_tokenizer_folder
@@ -49,9 +50,11 @@ def write_reference_model(files: ModelFiles, folder: Path) -> None:
     tensors = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight}
     num_query, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     products = iter(keep.weights)
+    order = pair_order(config.num_heads + config.num_kv_heads, config.head_dim, config.rope.rotary_dim)
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
-        query, key, value = next(products).split((num_query, num_kv, num_kv))
+        rotated, value = next(products).split((num_query + num_kv, num_kv))
+        query, key = torch.empty_like(rotated).index_copy_(0, order, rotated).split((num_query, num_kv))
         tensors[prefix + "self_attn.q_proj.weight"] = query
         tensors[prefix + "self_attn.k_proj.weight"] = key
         tensors[prefix + "self_attn.v_proj.weight"] = value

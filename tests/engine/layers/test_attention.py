@@ -1,7 +1,7 @@
 """Paged attention against plain attention, one query at a time, over keys kept in a list."""
 
-import dataclasses
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from engine.batch import ForwardBatch
 from engine.layers.attention import Attention
 
 
-@dataclasses.dataclass
-class History:
-    """A sequence as the reference sees it: all its keys and values in order."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    table: list[int]
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of small operations are faster without a second thread, above all where others keep it busy."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def reference_attention(

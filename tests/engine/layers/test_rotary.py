@@ -5,11 +5,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.layers.rotary import RotaryTable, default_frequencies, llama3_frequencies, yarn_frequencies
+from engine.layers.rotary import RotaryTable, default_frequencies, llama3_frequencies, pair_order, yarn_frequencies
 
 
 def rotate_by_definition(x: torch.Tensor, position: int, frequencies: torch.Tensor) -> torch.Tensor:
-    """x: [head_dim]. Each pair (d, d + n) turned by position * frequencies[d], in float64; the rest as it was."""
+    """x: [head_dim], halves. Each pair (d, d + n) turned by position * frequencies[d], in float64; the rest stays."""
     n = len(frequencies)
     out = x.double().clone()
     angles = position * frequencies.double()
@@ -24,11 +24,12 @@ def test_pairs_turn_by_their_position(rotary_dim: int, dtype: torch.dtype) -> No
     frequencies = default_frequencies(10000.0, rotary_dim)
     x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     positions = torch.tensor([0, 5, 1, 63])
-    rotated = RotaryTable(frequencies).at(positions, 64)(x)
+    order = pair_order(1, 16, rotary_dim)
+    rotated = RotaryTable(frequencies).at(positions, 64)(x[..., order])
     assert rotated.dtype == dtype
     for token, position in enumerate(positions.tolist()):
         for head in range(3):
-            expected = rotate_by_definition(x[token, head], position, frequencies)
+            expected = rotate_by_definition(x[token, head], position, frequencies)[order]
             # float32 angles up to 63 are off by up to 63 * 2 ** -24; bfloat16 rounds to 2 ** -8 of the result.
             error = (rotated[token, head].double() - expected).abs()
             assert (error <= 2e-5 + (dtype == torch.bfloat16) * 2**-8 * expected.abs()).all()
@@ -38,11 +39,12 @@ def test_positions_beyond_the_table_make_it_grow_and_change_nothing_else() -> No
     frequencies = default_frequencies(10000.0, 16)
     table = RotaryTable(frequencies)
     x = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0))
+    order = pair_order(1, 16, 16)
     before = table.at(torch.tensor([17]), 18)(x)
-    far = table.at(torch.tensor([5000]), 5001)(x)[0, 0]
+    far = table.at(torch.tensor([5000]), 5001)(x[..., order])[0, 0]
     assert torch.equal(table.at(torch.tensor([17]), 18)(x), before)
     # float32 holds an angle of 5,000 to 5,000 * 2 ** -24.
-    assert (far.double() - rotate_by_definition(x[0, 0], 5000, frequencies)).abs().max() < 2e-3
+    assert (far.double() - rotate_by_definition(x[0, 0], 5000, frequencies)[order]).abs().max() < 2e-3
 
 
 def test_stretched_frequencies_equal_transformers() -> None:

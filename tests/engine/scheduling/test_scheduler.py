@@ -9,7 +9,7 @@ from engine.sequence import SequenceState
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling.driver import Driver
-from tests.support.scripted_executor import end_after
+from tests.support.scripted_executor import end_after, end_one_in
 
 
 def prompt_of(num_tokens: int, start: int = 3) -> list[int]:
@@ -139,6 +139,15 @@ def test_without_chunked_prefill_a_prompt_over_the_budget_has_a_step_of_its_own(
     driver.run().check_all()
 
 
+def test_without_chunked_prefill_choices_join_the_step_after_their_prompt():
+    driver = Driver(enable_chunked_prefill=False, max_num_batched_tokens=16)
+    request = driver.submit(prompt_of(50), n=3, max_tokens=3, temperature=1.0)
+    first, second, third = (sequence.sequence_id for sequence in request.sequences)
+    assert scheduled(driver.turn()) == {first: 50}
+    assert scheduled(driver.turn()) == {first: 1, second: 1, third: 1}
+    driver.run().check_all()
+
+
 def test_no_more_than_max_num_seqs_run():
     driver = Driver(max_num_seqs=3)
     for _ in range(7):
@@ -211,13 +220,47 @@ def test_a_readmitted_sequence_gets_the_blocks_of_all_its_tokens_at_once():
 
 
 def test_a_step_that_preempts_admits_nobody():
-    driver = Driver(num_blocks=8, block_size=2)
-    for _ in range(6):
-        driver.submit(prompt_of(3), max_tokens=9)
+    driver = Driver(num_blocks=11, block_size=2)
+    driver.submit(prompt_of(4), max_tokens=9)
+    victim = only(driver.submit(prompt_of(12), max_tokens=4))
+    due = only(driver.submit(prompt_of(6), max_tokens=2, deadline_at_s=100.0))
+    driver.pause(due.request)
+    driver.turn()
+    driver.scheduler.resume(due.request)
+    while not victim.num_preemptions:
+        plan = driver.turn()
+    assert plan.preempted_sequence_ids == [victim.sequence_id]
+    assert not plan.new_sequences
+    assert driver.blocks.num_free_blocks >= 3
+    assert [facts.sequence_id for facts in driver.turn().new_sequences] == [due.sequence_id]
     driver.run().check_all()
-    preempting = [plan for plan in driver.plans if plan.preempted_sequence_ids]
-    assert preempting
-    assert not any(plan.new_sequences or plan.readmitted_sequence_ids for plan in preempting)
+
+
+def test_the_oldest_waits_rather_than_preempt_one_that_was_readmitted_and_has_no_token_yet():
+    driver = Driver(num_blocks=10, block_size=2, max_prefill_tokens=1)
+    for num_prompt, max_tokens in ((4, 5), (6, 6), (4, 9)):
+        driver.submit(prompt_of(num_prompt), max_tokens=max_tokens)
+    waited = False
+    while driver.scheduler.has_work:
+        running = driver.scheduler._running.sequences
+        oldest = running[0] if running else None
+        has_protected = any(sequence.must_progress for sequence in running)
+        plan = driver.turn()
+        if plan and oldest and oldest.sequence_id not in scheduled(plan):
+            waited = True
+            assert has_protected
+    assert waited
+    driver.check_all()
+
+
+def test_a_sequence_may_end_by_a_token_that_was_in_flight_when_it_was_preempted():
+    driver = Driver(num_blocks=9, block_size=1, max_in_flight=2, eos_rule=end_one_in(3))
+    for num_prompt, max_tokens in ((4, 1), (4, 2), (5, 1)):
+        driver.submit(prompt_of(num_prompt), max_tokens=max_tokens)
+    driver.run().check_all()
+    preempted = [only(request) for request in driver.requests if only(request).num_preemptions]
+    assert preempted
+    assert not any(plan.readmitted_sequence_ids for plan in driver.plans)
 
 
 def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length():
@@ -236,10 +279,23 @@ def test_max_model_len_ends_with_length():
     assert len(only(request).token_ids) == 21
 
 
-def test_a_waiting_prompt_is_not_let_in_only_to_be_thrown_out():
-    driver = Driver(num_blocks=9, block_size=4, max_num_batched_tokens=8)
+def test_a_waiting_prompt_leaves_the_blocks_that_unfinished_prefills_will_need():
+    driver = Driver(num_blocks=9, block_size=4, max_prefill_tokens=8)
     driver.submit(prompt_of(14), max_tokens=10)
     driver.submit(prompt_of(22), max_tokens=2)
+    driver.run().check_all()
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_a_waiting_prompt_leaves_a_block_for_every_four_that_run():
+    """Else the next decode that comes to a block's border would throw it out again."""
+    driver = Driver(num_blocks=16, block_size=4)
+    for _ in range(4):
+        driver.submit(prompt_of(5), max_tokens=3)
+    driver.turn()
+    driver.submit(prompt_of(28), max_tokens=2)
+    assert driver.blocks.num_free_blocks == 7
+    assert not driver.turn().new_sequences
     driver.run().check_all()
     assert driver.scheduler.num_preemptions == 0
 
