@@ -19,6 +19,7 @@ from gateway.generation import Generation, TokenizerSource
 from gateway.metrics import GatewayMetrics
 from gateway.routes import chat, completions, ops, tokens, websocket
 from gateway.sse import KeepAlives
+from gateway.streams import Outbox
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.transport import CurveKeys
@@ -45,6 +46,7 @@ def make_app(
     app[keys.STARTED_AT] = time.time()
     app[keys.METRICS] = GatewayMetrics()
     app[keys.KEEP_ALIVES] = KeepAlives(config.keepalive_s)
+    app[keys.OUTBOX] = Outbox()
     app[keys.SOCKETS] = keys.OpenSockets()
     app[keys.TOKENIZER] = TokenizerSource(load_tokenizer)
     app[keys.ENGINE] = EngineClient(
@@ -90,6 +92,7 @@ async def _end_streams(app: web.Application) -> None:
     """Streams that are still live are told that they end, while their connections stand."""
     app[keys.ADMISSION].drain()
     app[keys.GENERATION].cancel_all("drain")
+    app[keys.OUTBOX].flush()
     for socket in list(app[keys.SOCKETS].live):
         await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is shutting down")
 

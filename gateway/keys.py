@@ -9,6 +9,7 @@ from gateway.engine_client import EngineClient
 from gateway.generation import Generation, TokenizerSource
 from gateway.metrics import GatewayMetrics
 from gateway.sse import KeepAlives
+from gateway.streams import Outbox
 from streamkv.config import GatewayConfig
 
 
@@ -25,6 +26,7 @@ TOKENIZER: Final = web.AppKey("tokenizer", TokenizerSource)
 ADMISSION: Final = web.AppKey("admission", Admission)
 GENERATION: Final = web.AppKey("generation", Generation)
 METRICS: Final = web.AppKey("metrics", GatewayMetrics)
+OUTBOX: Final = web.AppKey("outbox", Outbox)
 KEEP_ALIVES: Final = web.AppKey("keep_alives", KeepAlives)
 SOCKETS: Final = web.AppKey("sockets", OpenSockets)
 STARTED_AT: Final = web.AppKey("started_at", float)

@@ -1,13 +1,13 @@
 """One live stream: what continues it elsewhere, its tokens on their way to text, and the bound on what waits unread.
 
 The path of a token is engine_client → `Stream.push_token` → an `Outlet` (an SSE answer, a WebSocket, a body that is
-being gathered) → the client's transport, in one call chain within one turn of the loop.
+being gathered) → a `BoundedWriter` → the client's transport, within one turn of the loop and without a task switch.
 """
 
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
@@ -513,7 +513,29 @@ class NoOutlet:
     def close(self, usage: Usage, failure: StreamKVError | None) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
+class Outbox:
+    """The writers that have something to send, until the end of this turn of the loop.
+
+    A turn hands out every frame of the engine that has come in, so a stream's write takes along all steps that are
+    there: one when the gateway keeps up, several when it is behind. A write is a system call of some 7 µs, more than
+    all the rest of a token's way, so this is what lets the gateway catch up.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[BoundedWriter] = []
+
+    def add(self, writer: "BoundedWriter") -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting.append(writer)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        waiting, self._waiting = self._waiting, []
+        for writer in waiting:
+            writer.flush()
+
+
 class BoundedWriter:
     """Whole events to one client's transport, and the word when that client does not read.
 
@@ -522,47 +544,84 @@ class BoundedWriter:
     few steps that were on their way when the pause was sent.
     """
 
-    max_bytes: int
-    on_full: Callable[[], None] = _ignore
-    on_drained: Callable[[], None] = _ignore
-    num_bytes: int = 0
-    """Written since the start; what the keep-alive looks at."""
-    is_full: bool = False
-    _transport: asyncio.WriteTransport | None = None
-    _held: list[bytes] = field(default_factory=list)
-    _num_held: int = 0
-    _is_closed: bool = False
-    _timer: asyncio.TimerHandle | None = None
+    __slots__ = (
+        "_held",
+        "_is_closed",
+        "_outbox",
+        "_pending",
+        "_timer",
+        "_transport",
+        "is_full",
+        "max_bytes",
+        "num_bytes",
+        "on_drained",
+        "on_full",
+    )
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        max_bytes: int,
+        on_full: Callable[[], None] = _ignore,
+        on_drained: Callable[[], None] = _ignore,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.on_full = on_full
+        self.on_drained = on_drained
+        self.num_bytes = 0
+        """Given to the transport since the start; what the keep-alive looks at."""
+        self.is_full = False
+        self._outbox = outbox
+        self._transport: asyncio.WriteTransport | None = None
+        self._pending: list[bytes] = []
+        self._held = bytearray()
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None
 
     def open(self, transport: asyncio.WriteTransport) -> None:
-        """Its headers are out: write what was held, and from now on at once."""
+        """Its headers are out: write what was held, and from now on at the end of each turn."""
         self._transport = transport
-        held, self._held, self._num_held = b"".join(self._held), [], 0
-        if held:
-            self.write(held)
+        if self._held:
+            self._pending.insert(0, bytes(self._held))
+            self._held.clear()
+        self.flush()
 
     def write(self, data: bytes) -> None:
-        transport = self._transport
-        if transport is None:
-            if not self._is_closed:
-                self._held.append(data)
-                self._num_held += len(data)
-                if self._num_held > self.max_bytes and not self.is_full:
-                    self._fill()
+        """Send it with the others of this turn."""
+        pending = self._pending
+        if not pending:
+            self._outbox.add(self)
+        pending.append(data)
+
+    def flush(self) -> None:
+        """Send what waits, now."""
+        pending = self._pending
+        if not pending:
             return
-        self.num_bytes += len(data)
-        transport.write(data)
-        if transport.get_write_buffer_size() > self.max_bytes and not self.is_full:
+        self._pending = []
+        data = pending[0] if len(pending) == 1 else b"".join(pending)
+        transport = self._transport
+        if transport is not None:
+            self.num_bytes += len(data)
+            transport.write(data)
+            num_unread = transport.get_write_buffer_size()
+        elif not self._is_closed:
+            self._held += data
+            num_unread = len(self._held)
+        else:
+            return
+        if num_unread > self.max_bytes and not self.is_full:
             self._fill()
 
     def close(self) -> None:
         """The client is gone or has got everything: nothing is written any more."""
         self._is_closed = True
         self._transport = None
+        self._pending = []
         self._held.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -577,7 +636,7 @@ class BoundedWriter:
         if self._is_closed:
             return
         transport = self._transport
-        unread = self._num_held if transport is None else transport.get_write_buffer_size()
+        unread = len(self._held) if transport is None else transport.get_write_buffer_size()
         if unread <= self.max_bytes // 2:
             self.is_full = False
             self.on_drained()

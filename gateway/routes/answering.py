@@ -25,14 +25,17 @@ Parsed = TypeVar("Parsed")
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The body, unpacked. Raises HTTPRequestEntityTooLarge (chunked and compressed ones included) and
-    HTTPUnsupportedMediaType."""
+    """The body, unpacked. Raises HTTPRequestEntityTooLarge (chunked and compressed ones included),
+    HTTPUnsupportedMediaType, or HTTPBadRequest for one that cannot be unpacked."""
     if request.content_type not in _JSON_TYPES and not request.content_type.endswith("+json"):
         raise web.HTTPUnsupportedMediaType(text=f"Content-Type must be application/json, got {request.content_type!r}")
     limit = request.app[keys.CONFIG].max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
-    return await request.read()
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(text="the body does not come as its Content-Encoding or its framing says") from error
 
 
 async def parse_body(request: web.Request, parse: Callable[[bytes, RequestLimits], Parsed]) -> Parsed:
@@ -69,7 +72,7 @@ async def _whole(request: web.Request, prepared: Prepared) -> web.Response:
 async def _streamed(request: web.Request, prepared: Prepared) -> web.StreamResponse:
     app = request.app
     config = app[keys.CONFIG]
-    writer = BoundedWriter(config.max_stream_buffer_bytes)
+    writer = BoundedWriter(app[keys.OUTBOX], config.max_stream_buffer_bytes)
     outlet = SseOutlet(
         writer,
         prepared.form,
@@ -96,6 +99,7 @@ async def _streamed(request: web.Request, prepared: Prepared) -> web.StreamRespo
             outlet.keep_alive()
         app[keys.KEEP_ALIVES].add(outlet)
         await asyncio.wait([stream.ended])
+        writer.flush()
         with contextlib.suppress(ConnectionResetError):  # a client may hang up as soon as it has read [DONE]
             await response.write_eof()
         return response

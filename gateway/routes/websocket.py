@@ -70,7 +70,9 @@ class _Session:
         self._decode = decode_msgpack_object if is_msgpack else decode_object
         self._codec: EventCodec = MsgpackCodec() if is_msgpack else JsonCodec()
         self._is_msgpack = is_msgpack
-        self._writer = BoundedWriter(app[keys.CONFIG].max_stream_buffer_bytes, self._on_full, self._on_drained)
+        self._writer = BoundedWriter(
+            app[keys.OUTBOX], app[keys.CONFIG].max_stream_buffer_bytes, self._on_full, self._on_drained
+        )
         self._writer.open(transport)
         self._live: dict[str, _Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()

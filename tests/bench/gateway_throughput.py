@@ -3,9 +3,10 @@
     python tests/bench/gateway_throughput.py [--streams 64,256,512] [--tokens 2000] [--profile FILE]
 
 Four processes: a firehose that publishes one token per stream and step as fast as it is acknowledged, the gateway, a
-client that counts `data:` on raw sockets, and as yardstick a bare aiohttp handler that writes the same bytes from
-memory, timed in the same run. The CPU time is the whole process's, user and system, from /proc: on a machine with
-fewer cores than processes it says more than the tokens per second do.
+client that counts events on raw sockets, and as yardstick bare aiohttp handlers that write the same bytes from memory,
+timed in the same run: `in a row` each handler writes its whole stream at once, which the kernel likes best; `by step`
+one task writes an event to every stream in turn, which is the order in which tokens come. The CPU time is the whole
+process's, from /proc: on a machine with fewer cores than processes it says more than the tokens per second do.
 """
 
 import argparse
@@ -86,24 +87,48 @@ def run_gateway(endpoint: str, to_parent: Connection, profile: str) -> None:
             profiler.dump_stats(profile)
 
 
-def run_yardstick(num_tokens: int, to_parent: Connection) -> None:
-    """A handler with nothing behind it: the same events, encoded beforehand, one write each."""
+def run_yardstick(num_streams: int, num_tokens: int, to_parent: Connection) -> None:
+    """Handlers with nothing behind them: the same events, encoded beforehand, one write each."""
     parts = EventParts(AnswerForm(False, "cmpl-" + "0" * 32, int(time.time()), "firehose", 3))
     events = [parts.text_head(0) + msgspec.json.encode(word)[1:-1] + parts.text_tail for word in WORDS]
 
-    async def handle(request: web.Request) -> web.StreamResponse:
+    waiting: list[tuple[web.StreamResponse, asyncio.Event]] = []
+
+    async def begin(request: web.Request) -> web.StreamResponse:
         await request.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for index in range(num_tokens):
-            await response.write(events[index % len(events)])
+        return response
+
+    async def end(response: web.StreamResponse) -> web.StreamResponse:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
+    async def in_a_row(request: web.Request) -> web.StreamResponse:
+        response = await begin(request)
+        for index in range(num_tokens):
+            await response.write(events[index % len(events)])
+        return await end(response)
+
+    async def by_step(request: web.Request) -> web.StreamResponse:
+        response, done = await begin(request), asyncio.Event()
+        waiting.append((response, done))
+        if len(waiting) == num_streams:
+            streams, waiting[:] = waiting[:], []
+            for index in range(num_tokens):
+                for stream, _ in streams:
+                    await stream.write(events[index % len(events)])
+                await asyncio.sleep(0)
+            for _, event in streams:
+                event.set()
+        await done.wait()
+        return await end(response)
+
     async def serve() -> None:
         app = web.Application()
-        app.router.add_post("/v1/completions", handle)
+        app.router.add_post("/row/v1/completions", in_a_row)
+        app.router.add_post("/step/v1/completions", by_step)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -117,11 +142,10 @@ def run_yardstick(num_tokens: int, to_parent: Connection) -> None:
 
 def run_client(url: str, num_streams: int, num_tokens: int, to_parent: Connection) -> None:
     """Opens every stream, counts its events, sends (events, seconds from the first to the last)."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    body = msgspec.json.encode(
-        {"prompt": [11, 12, 13], "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    )
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    address, _, path = url.removeprefix("http://").partition("/")
+    host, _, port = address.rpartition(":")
+    body = msgspec.json.encode({"prompt": [11, 12, 13], "max_tokens": num_tokens, "ignore_eos": True, "stream": True})
+    head = f"POST /{path}v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     selector = selectors.DefaultSelector()
     for _ in range(num_streams):
         connection = socket.create_connection((host, int(port)))
@@ -151,21 +175,27 @@ def run_client(url: str, num_streams: int, num_tokens: int, to_parent: Connectio
     to_parent.send((num_events, time.perf_counter() - first))
 
 
-def cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> tuple[float, float]:
     """User and system seconds of a process, all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return int(fields[11]) / TICKS_PER_S, int(fields[12]) / TICKS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     num_tokens: int
     seconds: float
-    cpu_s: float
+    user_s: float
+    system_s: float
 
     def __str__(self) -> str:
-        us = 1e6 * self.cpu_s / self.num_tokens
-        return f"{self.num_tokens / self.seconds:10,.0f} tokens/s {us:7.2f} µs CPU/token  ({1e6 / us:9,.0f} tokens/s per core)"
+        rate = self.num_tokens / self.seconds
+        user, system = (1e6 * part / self.num_tokens for part in (self.user_s, self.system_s))
+        total = user + system
+        return (
+            f"{rate:10,.0f} tokens/s {total:7.2f} µs CPU/token ({user:.2f} user, {system:.2f} system): "
+            f"{1e6 / total:9,.0f} tokens/s per core"
+        )
 
 
 def measure(url: str, pid: int, num_streams: int, num_tokens: int) -> Figure:
@@ -177,7 +207,8 @@ def measure(url: str, pid: int, num_streams: int, num_tokens: int) -> Figure:
     client.start()
     num_events, seconds = here.recv()
     client.join()
-    return Figure(num_events, seconds, cpu_s(pid) - before)
+    after = cpu_s(pid)
+    return Figure(num_events, seconds, after[0] - before[0], after[1] - before[1])
 
 
 def main() -> None:
@@ -190,7 +221,7 @@ def main() -> None:
     ids = word_ids()
     for num_streams in map(int, args.streams.split(",")):
         here, there = context.Pipe()
-        yardstick = context.Process(target=run_yardstick, args=(args.tokens, there), daemon=True)
+        yardstick = context.Process(target=run_yardstick, args=(num_streams, args.tokens, there), daemon=True)
         yardstick.start()
         bare_url = here.recv()
         with firehose(num_streams, token_ids=ids) as endpoint:
@@ -198,10 +229,15 @@ def main() -> None:
             gateway.start()
             url = here.recv()
             assert gateway.pid is not None and yardstick.pid is not None
-            measure(url, gateway.pid, num_streams, 20)
-            measure(bare_url, yardstick.pid, num_streams, args.tokens // 10)
-            print(f"{num_streams:4} streams  gateway       {measure(url, gateway.pid, num_streams, args.tokens)}")
-            print(f"{num_streams:4} streams  bare aiohttp  {measure(bare_url, yardstick.pid, num_streams, args.tokens)}")
+            measure(url + "/", gateway.pid, num_streams, 20)
+            for name, target, pid in (
+                ("gateway", url + "/", gateway.pid),
+                ("bare aiohttp, by step", bare_url + "/step/", yardstick.pid),
+                ("bare aiohttp, in a row", bare_url + "/row/", yardstick.pid),
+            ):
+                print(
+                    f"{num_streams:4} streams  {name:<22} {measure(target, pid, num_streams, args.tokens)}", flush=True
+                )
             gateway.terminate()
             gateway.join()
             yardstick.kill()

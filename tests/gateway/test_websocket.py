@@ -313,13 +313,17 @@ async def test_a_stream_with_a_grace_period_outlives_its_socket(slow: RunningGat
 
 async def test_another_gateway_can_attach() -> None:
     with serving(executor(step_s=0.005)) as engine:
-        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
-            async with connected(one) as first, connected(two) as second:
-                await first.send(**generate(max_tokens=100, stop="never there", attach_grace_s=5))
-                events = await first.until("delta")
-                await second.send(type="attach", id="b", stream_id=events[0]["stream_id"])
-                gone = await first.until("done")
-                rest = await second.until("done")
+        async with (
+            running_gateway(engine.endpoint) as one,
+            running_gateway(engine.endpoint) as two,
+            connected(one) as first,
+            connected(two) as second,
+        ):
+            await first.send(**generate(max_tokens=100, stop="never there", attach_grace_s=5))
+            events = await first.until("delta")
+            await second.send(type="attach", id="b", stream_id=events[0]["stream_id"])
+            gone = await first.until("done")
+            rest = await second.until("done")
     assert [event["finish_reason"] for event in gone if event["type"] == "finished"] == ["abort"]
     assert texts(rest, "b") == text_of(100)
 

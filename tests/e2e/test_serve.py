@@ -1,0 +1,241 @@
+"""The product as a user runs it: `streamkv serve` with the real model, its two processes, real sockets."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.reference_model import reference_folder
+
+CASES = json.loads((Path(__file__).parents[1] / "data" / "smol135m-greedy.json").read_text())["cases"]
+SHORT = [case for case in CASES if len(case["prompt_token_ids"]) < 150]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Served:
+    """A running `streamkv serve`."""
+
+    process: "subprocess.Popen[bytes]"
+    url: str
+    log: Path
+
+    @property
+    def engine_pid(self) -> int:
+        """The child that is the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (engine,) = [pid for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        return int(engine)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(folder: Path, *flags: str) -> Served:
+    port = free_port()
+    log = folder / "log"
+    command = [sys.executable, "-m", "streamkv", "serve", f"--port={port}", f"--model={reference_folder()}", *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    return Served(process, f"http://127.0.0.1:{port}", log)
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def wait_ready(served: Served, timeout_s: float = 90.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while b"Ready: " not in served.log.read_bytes():
+        assert served.process.poll() is None and time.monotonic() < until_s, served.log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    running = start(tmp_path_factory.mktemp("serve"), "--dtype=float32", "--kv-cache-memory-gib=0.5")
+    try:
+        wait_ready(running)
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.process.kill()
+            running.process.wait()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as opened:
+        yield opened
+
+
+def chat(case: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": case["messages"], "max_tokens": 48, "temperature": 0, **more}
+
+
+async def over_sse(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[str, list[str]]:
+    """Text and finish reasons of a streamed chat."""
+    text, reasons = "", []
+    async with session.post(url + "/v1/chat/completions", json={**body, "stream": True}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content", "")
+                    reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return text, reasons
+
+
+async def over_websocket(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[str, list[str]]:
+    """The same over the WebSocket."""
+    text, reasons = "", []
+    async with session.ws_connect(url + "/v1/stream") as connection:
+        await connection.send_json({"type": "generate", "id": "a", **body})
+        async for message in connection:
+            event = json.loads(message.data)
+            assert event["type"] != "error", event
+            text += event["text"] if event["type"] == "delta" else ""
+            reasons += [event["finish_reason"]] if event["type"] == "finished" else []
+            if event["type"] == "done":
+                break
+    return text, reasons
+
+
+async def test_streamed_chats_are_the_oracles_text(served: Served, session: aiohttp.ClientSession) -> None:
+    cases = SHORT[:2] + SHORT[-3:]
+    bodies = [chat(case, ignore_eos=True, skip_special_tokens=False) for case in cases]
+    by_sse = asyncio.gather(*(over_sse(session, served.url, body) for body in bodies))
+    by_socket = asyncio.gather(*(over_websocket(session, served.url, body) for body in bodies))
+    assert await by_sse == [(case["text_all"], ["length"]) for case in cases]
+    assert await by_socket == await by_sse
+
+
+async def test_all_at_once_give_the_oracles_tokens(served: Served, session: aiohttp.ClientSession) -> None:
+    async def tokens(case: dict[str, Any]) -> tuple[list[int], list[int]]:
+        body = chat(case, ignore_eos=True, return_token_ids=True)
+        async with session.post(served.url + "/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+            return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+
+    answers = await asyncio.gather(*(tokens(case) for case in SHORT))
+    assert answers == [(case["prompt_token_ids"], case["token_ids"]) for case in SHORT]
+
+
+async def test_end_of_sequence_ends_the_answer(served: Served, session: aiohttp.ClientSession) -> None:
+    case = next(case for case in SHORT if case["eos_index"] is not None)
+    assert await over_sse(session, served.url, chat(case)) == (case["text_until_eos"], ["stop"])
+
+
+async def test_a_killed_engine_does_not_show_in_the_streams(served: Served, session: aiohttp.ClientSession) -> None:
+    bodies = [chat(case, ignore_eos=True, skip_special_tokens=False) for case in SHORT[:3]]
+    requests = [
+        asyncio.create_task(over_sse(session, served.url, bodies[0])),
+        asyncio.create_task(over_websocket(session, served.url, bodies[1])),
+        asyncio.create_task(over_sse(session, served.url, bodies[2])),
+    ]
+    engine_pid = served.engine_pid
+    until_s = time.monotonic() + 20
+
+    async def has_tokens() -> bool:
+        async with session.get(served.url + "/metrics") as response:
+            text = await response.text()
+        lines = [line for line in text.splitlines() if line.startswith("streamkv_gateway_live_streams ")]
+        return float(lines[0].split()[1]) == 3
+
+    while not await has_tokens():
+        assert time.monotonic() < until_s
+    await asyncio.sleep(0.15)
+    assert not any(request.done() for request in requests), "nothing was left to interrupt"
+    os.kill(engine_pid, signal.SIGKILL)
+    answers = await asyncio.wait_for(asyncio.gather(*requests), 90)
+    assert answers == [(case["text_all"], ["length"]) for case in SHORT[:3]]
+    assert served.engine_pid != engine_pid
+
+
+def test_idle_processes_use_no_cpu(served: Served) -> None:
+    def cpu_s(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+    pids = (served.process.pid, served.engine_pid)
+    time.sleep(0.5)
+    before = [cpu_s(pid) for pid in pids]
+    time.sleep(3.0)
+    used = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)]
+    assert max(used) < 0.06, f"gateway and engine used {used} s of CPU in 3 s of idling"
+
+
+async def test_ctrl_c_ends_both_and_says_goodbye_to_live_streams(
+    served: Served, session: aiohttp.ClientSession
+) -> None:
+    engine_pid = served.engine_pid
+    live = asyncio.create_task(
+        over_sse(session, served.url, chat(SHORT[0], ignore_eos=True, skip_special_tokens=False))
+    )
+    await asyncio.sleep(0.1)
+    served.process.send_signal(signal.SIGINT)
+    assert await live == (SHORT[0]["text_all"], ["length"]), "a live stream was not let finish"
+    code = await asyncio.to_thread(served.process.wait, 20)
+    assert code == 0, served.log.read_text()
+    assert is_gone(engine_pid)
+    assert b"Traceback" not in served.log.read_bytes(), served.log.read_text()
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    running = start(tmp_path)
+    try:
+        while b"engine started" not in running.log.read_bytes():
+            assert running.process.poll() is None
+            time.sleep(0.05)
+        engine_pid = running.engine_pid
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 0
+        assert is_gone(engine_pid)
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def test_a_wrong_setting_ends_with_2_before_anything_starts(tmp_path: Path) -> None:
+    running = start(tmp_path, "--port=99999")
+    assert running.process.wait(30) == 2
+    assert "port" in running.log.read_text()
+
+
+def test_a_model_that_is_not_there_ends_with_an_error(tmp_path: Path) -> None:
+    running = start(tmp_path, f"--model={tmp_path / 'nothing.gguf'}")
+    try:
+        assert running.process.wait(60) != 0
+        assert "nothing.gguf" in running.log.read_text()
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def test_a_taken_port_ends_with_an_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        running = start(tmp_path, f"--port={holder.getsockname()[1]}")
+        try:
+            assert running.process.wait(30) == 1
+            assert "cannot listen" in running.log.read_text()
+        finally:
+            running.process.kill()
+            running.process.wait()

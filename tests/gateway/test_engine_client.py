@@ -1,0 +1,308 @@
+"""The gateway's end of the wire, against the real engine loop or a bare engine socket."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.engine_client import ACK_BYTES, EngineClient, EngineState, EngineUnavailable
+from streamkv.protocol import (
+    WIRE_VERSION,
+    Abort,
+    Attached,
+    Finished,
+    Heartbeat,
+    Hello,
+    ModelFacts,
+    Ready,
+    Rejected,
+    StepOutput,
+    Submit,
+    WireError,
+    decode_from_gateway,
+    encode,
+    pack_ids,
+)
+from streamkv.sampling import SamplingParams
+from streamkv.transport import EngineSocket
+from tests.support.running_gateway import eventually
+from tests.support.scripted_engine import free_endpoint, serving
+from tests.support.scripted_executor import ScriptedExecutor
+
+PROMPT = [7, 8, 9]
+
+
+class RecordingSink:
+    """Keeps what it is told."""
+
+    def __init__(self, max_tokens: int = 20, stream_id: bytes = b"0123456789abcdef") -> None:
+        self.max_tokens = max_tokens
+        self.stream_id = stream_id
+        self.tokens: list[int] = []
+        self.finished: list[Finished] = []
+        self.rejected: list[Rejected] = []
+        self.num_submissions = self.num_flushes = 0
+        self.is_paused = False
+        self.raises = False
+        self.is_broken = False
+
+    def push_token(self, token_id: int) -> None:
+        if self.raises:
+            raise RuntimeError("a fault of ours")
+        self.tokens.append(token_id)
+
+    def push(self, choice: int, token_ids: list[int]) -> None:
+        assert choice == 0
+        self.tokens += token_ids
+
+    def finish(self, finished: Finished) -> None:
+        self.finished.append(finished)
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+    def reject(self, rejected: Rejected) -> None:
+        self.rejected.append(rejected)
+
+    def break_off(self) -> None:
+        self.is_broken = True
+
+    def attached(self, attached: Attached) -> None:
+        raise AssertionError("not asked for")
+
+    def submission(self, request_id: int) -> Submit | None:
+        self.num_submissions += 1
+        sampling = SamplingParams(seed=0, max_tokens=self.max_tokens, temperature=0.0)
+        prior = [pack_ids(self.tokens)] if self.tokens else []
+        return Submit(request_id, self.stream_id, pack_ids(PROMPT), sampling, prior_token_ids=prior)
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.finished)
+
+
+@asynccontextmanager
+async def connected(endpoint: str, **options: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(endpoint, **{"heartbeat_s": 0.1, "engine_timeout_s": 5.0, **options})
+    client.start()
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+class BareEngine:
+    """An engine's socket that says what the test tells it to."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket = EngineSocket(endpoint)
+        self.gateway_id = b""
+        self.got: list[Any] = []
+
+    def pump(self) -> None:
+        while (received := self.socket.receive()) is not None:
+            self.gateway_id, frame = received
+            self.got.append(decode_from_gateway(frame))
+
+    async def wait_for(self, kind: type, count: int = 1) -> Any:
+        """The count-th message of a kind."""
+
+        def has_come() -> bool:
+            self.pump()
+            return sum(isinstance(message, kind) for message in self.got) >= count
+
+        await eventually(has_come)
+        return [message for message in self.got if isinstance(message, kind)][count - 1]
+
+    def send(self, message: Any) -> None:
+        assert self.socket.send(self.gateway_id, encode(message))
+
+
+@pytest.fixture
+def bare() -> Iterator[BareEngine]:
+    with free_endpoint() as endpoint:
+        engine = BareEngine(endpoint)
+        yield engine
+        engine.socket.close()
+
+
+READY = Ready(WIRE_VERSION, 77, ModelFacts("m", 100, 1000, [2]), 16, 100, 8, 512)
+
+
+async def test_tokens_and_end_of_a_request_come_to_its_sink() -> None:
+    executor = ScriptedExecutor()
+    with serving(executor) as engine:
+        async with connected(engine.endpoint) as client:
+            await client.wait_ready(10)
+            sink = RecordingSink()
+            client.submit(sink)
+            await eventually(lambda: sink.is_done)
+            assert sink.tokens == executor.expected_tokens(PROMPT, 20)
+            assert [end.finish_reason for end in sink.finished] == ["length"]
+            assert client.num_live == 0
+
+
+async def test_a_request_made_before_the_engine_is_there_is_sent_when_it_is() -> None:
+    with free_endpoint() as endpoint:
+        async with connected(endpoint) as client:
+            sink = RecordingSink()
+            client.submit(sink)
+            with pytest.raises(EngineUnavailable):
+                await client.wait_ready(0.05)
+            with serving(ScriptedExecutor(), endpoint=endpoint):
+                await eventually(lambda: sink.is_done)
+            assert sink.num_submissions == 1 and client.num_resubmitted == 0
+
+
+async def test_after_an_engines_end_the_rest_is_asked_of_the_next() -> None:
+    executor = ScriptedExecutor(step_s=0.003)
+    with serving(executor) as first:
+        async with connected(first.endpoint) as client:
+            await client.wait_ready(10)
+            sink = RecordingSink(max_tokens=150)
+            client.submit(sink)
+            await eventually(lambda: len(sink.tokens) > 10)
+            first.stop()
+            await eventually(lambda: client.state is EngineState.LOST)
+            assert len(sink.tokens) < 150
+            with serving(ScriptedExecutor(), endpoint=first.endpoint):
+                await eventually(lambda: sink.is_done)
+            assert sink.tokens == ScriptedExecutor().expected_tokens(PROMPT, 150)
+            assert sink.num_submissions == 2 and client.num_engine_losses == 1
+
+
+async def test_hello_comes_first_and_heartbeats_acknowledge(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        hello = await bare.wait_for(Hello)
+        assert bare.got[0] is hello and hello.wire_version == WIRE_VERSION and hello.gateway_id == bare.gateway_id
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        bare.send(StepOutput(5, b"", b""))
+
+        def is_acknowledged() -> bool:
+            bare.pump()
+            return any(isinstance(m, Heartbeat) and (m.last_step, m.epoch) == (5, 77) for m in bare.got)
+
+        await eventually(is_acknowledged)
+
+
+async def test_much_output_is_acknowledged_before_the_next_heartbeat_is_due(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint, heartbeat_s=30.0):
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        bare.send(StepOutput(1, pack_ids(range(ACK_BYTES // 8)), pack_ids(range(ACK_BYTES // 8))))
+        assert (await bare.wait_for(Heartbeat)).last_step == 1
+
+
+async def test_an_engine_that_falls_silent_is_lost_and_found_again(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint, engine_timeout_s=0.3) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        await eventually(lambda: client.state is EngineState.LOST)
+        bare.send(Heartbeat(0, 77))
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        assert client.num_engine_losses == 1
+
+
+async def test_another_wire_version_is_refused_and_said(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(WireError("wire_version", "the engine speaks wire version 9, the gateway 1"))
+        await eventually(lambda: client.state is EngineState.INCOMPATIBLE)
+        with pytest.raises(EngineUnavailable, match="wire version 9"):
+            await client.wait_ready(5)
+
+
+async def test_a_submit_that_the_engine_could_not_take_yet_is_sent_again(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        first = await bare.wait_for(Submit)
+        bare.send(WireError("hello_first", "say Hello", first.request_id))
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        second = await bare.wait_for(Submit, 2)
+        assert second.request_id != first.request_id and second.stream_id == first.stream_id
+
+
+async def test_a_rejection_reaches_its_sink_once(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        submit = await bare.wait_for(Submit)
+        for _ in range(2):
+            bare.send(Rejected(submit.request_id, "overloaded", "full", retry_after_s=3.0))
+        await eventually(lambda: bool(sink.rejected))
+        await asyncio.sleep(0.05)
+        assert [rejected.code for rejected in sink.rejected] == ["overloaded"] and client.num_live == 0
+
+
+async def test_an_aborted_request_gets_nothing_more(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        request_id = (await bare.wait_for(Submit)).request_id
+        client.abort(sink, "disconnected")
+        assert (await bare.wait_for(Abort)) == Abort(request_id, "disconnected")
+        bare.send(StepOutput(1, pack_ids([request_id]), pack_ids([5]), finished=[Finished(request_id, 0, "abort")]))
+        await eventually(lambda: client.num_tokens == 1)
+        assert not sink.tokens and not sink.finished
+
+
+async def test_a_fault_in_one_sink_is_that_sinks_end_only(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        good, bad = RecordingSink(stream_id=b"g" * 16), RecordingSink(stream_id=b"b" * 16)
+        bad.raises = True
+        client.submit(bad)
+        client.submit(good)
+        await bare.wait_for(Submit, 2)
+        by_stream = {m.stream_id: m.request_id for m in bare.got if isinstance(m, Submit)}
+        rows = pack_ids([by_stream[bad.stream_id], by_stream[good.stream_id]])
+        bare.send(StepOutput(1, rows, pack_ids([5, 6])))
+        bare.send(StepOutput(2, rows, pack_ids([7, 8])))
+        await eventually(lambda: good.tokens == [6, 8])
+        assert bad.is_broken and (await bare.wait_for(Abort)).request_id == by_stream[bad.stream_id]
+
+
+async def test_a_frame_that_is_no_message_is_dropped(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        assert bare.socket.send(bare.gateway_id, b"\xc1nonsense")
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+
+
+async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        first = await bare.wait_for(Submit)
+        bare.send(StepOutput(1, pack_ids([first.request_id]), pack_ids([5])))
+        end = Finished(first.request_id, 0, "abort", "gateway_lost")
+        bare.send(StepOutput(2, b"", b"", finished=[end]))
+        second = await bare.wait_for(Submit, 2)
+        assert second.prior_token_ids == [pack_ids([5])] and not sink.finished

@@ -1,0 +1,119 @@
+"""The engine's process: started, restarted with back-off, stopped; with small children instead of an engine."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway import supervisor
+from gateway.supervisor import EXIT_USAGE, EngineFailed, Supervisor, describe_exit
+from tests.support.running_gateway import eventually
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+SLEEPER = child("import time; time.sleep(60)")
+STUBBORN = child(
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('set', flush=True); time.sleep(60)"
+)
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@contextlib.asynccontextmanager
+async def running(watched: Supervisor):  # type: ignore[no-untyped-def]
+    task = asyncio.create_task(watched.run())
+    try:
+        await eventually(lambda: watched.pid is not None)
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, EngineFailed):
+            await task
+
+
+async def test_a_killed_child_is_started_again() -> None:
+    watched = Supervisor(SLEEPER)
+    async with running(watched):
+        first = watched.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: watched.pid not in (None, first))
+        assert watched.num_restarts == 1
+
+
+async def test_cancelling_stops_the_child_first() -> None:
+    watched = Supervisor(SLEEPER)
+    async with running(watched) as task:
+        pid = watched.pid
+        assert pid is not None
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_alive(pid)
+
+
+async def test_a_child_that_ignores_sigterm_is_killed() -> None:
+    watched = Supervisor(STUBBORN, stop_grace_s=0.3)
+    async with running(watched) as task:
+        pid = watched.pid
+        assert pid is not None
+        await asyncio.sleep(0.3)
+        begun = time.perf_counter()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not is_alive(pid) and 0.25 < time.perf_counter() - begun < 5
+
+
+async def test_a_child_that_cannot_run_is_not_tried_again() -> None:
+    watched = Supervisor(child(f"raise SystemExit({EXIT_USAGE})"))
+    with pytest.raises(EngineFailed) as caught:
+        await asyncio.wait_for(watched.run(), 10)
+    assert caught.value.exit_code == EXIT_USAGE and watched.num_restarts == 0
+
+
+async def test_a_child_that_never_gets_ready_is_given_up_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
+    watched = Supervisor(child("raise SystemExit(1)"))
+    begun = time.perf_counter()
+    with pytest.raises(EngineFailed, match="exit code 1") as caught:
+        await asyncio.wait_for(watched.run(), 20)
+    assert caught.value.exit_code == 1
+    assert watched.num_restarts == supervisor.MAX_FAILED_STARTS - 1
+    assert time.perf_counter() - begun > 0.05 * (1 + 2 + 4 + 8)
+
+
+async def test_one_that_was_ready_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.01)
+    watched = Supervisor(SLEEPER)
+    async with running(watched):
+        for _ in range(supervisor.MAX_FAILED_STARTS + 2):
+            await eventually(lambda: watched.pid is not None)
+            watched.note_ready()
+            pid = watched.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda pid=pid: watched.pid not in (None, pid))  # type: ignore[misc]
+
+
+async def test_the_child_is_told_to_end_with_its_parent(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    code = f"import os, time; open({str(seen)!r}, 'w').write(os.environ['STREAMKV_EXIT_WITH_PARENT']); time.sleep(60)"
+    async with running(Supervisor(child(code))):
+        await eventually(lambda: seen.exists() and seen.read_text() == "1")
+
+
+def test_exit_codes_in_words() -> None:
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-9) == "killed by SIGKILL"
