@@ -92,6 +92,7 @@ class _Process:
             await self._server.start(self._config.host, self._config.port)
         except OSError as error:
             print(f"streamkv: cannot listen on {self._config.host}:{self._config.port}: {error}", file=sys.stderr)
+            await self._server.close()
             return EXIT_FAILED
         logger.info("listening", extra=log.fields(url=self._server.url))
         supervising = asyncio.create_task(self._supervisor.run()) if self._supervisor is not None else None

@@ -322,7 +322,8 @@ class Stream:
     def reject(self, rejected: Rejected) -> None:
         message = rejected.message
         if rejected.code == "invalid":
-            self._fail(InvalidField(rejected.field or "prompt", message))
+            prompt = "messages" if self._state is not None and self._state.is_chat else "prompt"
+            self._fail(InvalidField(prompt if rejected.field in ("", "prompt_token_ids") else rejected.field, message))
         elif rejected.code == "overloaded":
             self._fail(Overloaded(message or "the server is full", rejected.retry_after_s))
         elif rejected.code == "draining":
@@ -457,11 +458,13 @@ class Stream:
         # Choices may have ended here by a stop string while the engine goes on; for the rest this is only forgotten.
         if any(choice.ending is not None and choice.ending.cause == "stop_string" for choice in self._choices):
             self._engine.abort(self, "stop_string")
-        self._on_end(self)
-        self._outlet.close(Usage(self.num_prompt, self.num_output, self.num_cached), self.failure)
-        for future in (self.started, self.ended):
-            if not future.done():
-                future.set_result(None)
+        try:
+            self._on_end(self)
+            self._outlet.close(Usage(self.num_prompt, self.num_output, self.num_cached), self.failure)
+        finally:  # whoever waits for the end must see it
+            for future in (self.started, self.ended):
+                if not future.done():
+                    future.set_result(None)
 
     @property
     def endings(self) -> list[Ending]:

@@ -118,7 +118,7 @@ async def over_websocket(session: aiohttp.ClientSession, url: str, body: dict[st
 
 
 async def test_streamed_chats_are_the_oracles_text(served: Served, session: aiohttp.ClientSession) -> None:
-    cases = SHORT[:2] + SHORT[-3:]
+    cases = SHORT[:1] + SHORT[-2:]
     bodies = [chat(case, ignore_eos=True, skip_special_tokens=False) for case in cases]
     by_sse = asyncio.gather(*(over_sse(session, served.url, body) for body in bodies))
     by_socket = asyncio.gather(*(over_websocket(session, served.url, body) for body in bodies))
@@ -133,8 +133,9 @@ async def test_all_at_once_give_the_oracles_tokens(served: Served, session: aioh
             answer = await response.json()
             return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
 
-    answers = await asyncio.gather(*(tokens(case) for case in SHORT))
-    assert answers == [(case["prompt_token_ids"], case["token_ids"]) for case in SHORT]
+    cases = SHORT[1:6]
+    answers = await asyncio.gather(*(tokens(case) for case in cases))
+    assert answers == [(case["prompt_token_ids"], case["token_ids"]) for case in cases]
 
 
 async def test_end_of_sequence_ends_the_answer(served: Served, session: aiohttp.ClientSession) -> None:

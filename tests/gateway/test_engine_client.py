@@ -11,6 +11,7 @@ from gateway.engine_client import ACK_BYTES, EngineClient, EngineState, EngineUn
 from streamkv.protocol import (
     WIRE_VERSION,
     Abort,
+    Attach,
     Attached,
     Finished,
     Heartbeat,
@@ -291,6 +292,30 @@ async def test_a_frame_that_is_no_message_is_dropped(bare: BareEngine) -> None:
         assert bare.socket.send(bare.gateway_id, b"\xc1nonsense")
         bare.send(READY)
         await eventually(lambda: client.is_ready)
+
+
+async def test_a_broken_connection_to_the_same_engine_is_mended_by_attaching(bare: BareEngine) -> None:
+    endpoint = bare.socket.endpoint
+    async with connected(endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        first = await bare.wait_for(Submit)
+        bare.send(StepOutput(1, pack_ids([first.request_id]), pack_ids([5])))
+        await eventually(lambda: sink.tokens == [5])
+        bare.socket.close()
+        await eventually(lambda: client.state is EngineState.LOST)
+        bare.socket = EngineSocket(endpoint)
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        attach = await bare.wait_for(Attach)
+        assert (attach.stream_id, attach.from_token) == (sink.stream_id, 1)
+        bare.send(StepOutput(2, pack_ids([first.request_id]), pack_ids([6])))
+        bare.send(Rejected(attach.request_id, "unknown_stream", "gone"))
+        again = await bare.wait_for(Submit, 2)
+        assert again.prior_token_ids == [pack_ids([5])] and sink.tokens == [5], "an old id's token was taken"
 
 
 async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare: BareEngine) -> None:

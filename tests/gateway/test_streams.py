@@ -179,14 +179,33 @@ async def test_it_stays_paused_until_every_reason_is_gone() -> None:
     assert not stream.is_paused
 
 
-async def test_the_writer_holds_until_it_is_open_and_then_writes_at_once() -> None:
+async def test_the_writer_holds_until_it_is_open_and_joins_what_one_turn_brings() -> None:
     writer, transport = BoundedWriter(Outbox(), 1000), Transport()
     writer.write(b"a")
+    await asyncio.sleep(0)
     writer.write(b"b")
     assert not writer.is_open and writer.num_bytes == 0
     writer.open(transport)
+    assert transport.writes == [b"ab"]
     writer.write(b"c")
-    assert transport.writes == [b"ab", b"c"] and writer.num_bytes == 3
+    writer.write(b"d")
+    await asyncio.sleep(0)
+    writer.write(b"e")
+    writer.flush()
+    await asyncio.sleep(0)
+    assert transport.writes == [b"ab", b"cd", b"e"] and writer.num_bytes == 5
+
+
+async def test_the_writers_of_one_turn_do_not_mix() -> None:
+    outbox, transports = Outbox(), [Transport() for _ in range(3)]
+    writers = [BoundedWriter(outbox, 1000) for _ in transports]
+    for writer, transport in zip(writers, transports, strict=True):
+        writer.open(transport)
+    for step in range(2):
+        for index, writer in enumerate(writers):
+            writer.write(b"%d-%d " % (index, step))
+    await asyncio.sleep(0)
+    assert [transport.writes for transport in transports] == [[b"0-0 0-1 "], [b"1-0 1-1 "], [b"2-0 2-1 "]]
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -198,6 +217,7 @@ async def test_the_writer_says_once_that_it_is_full_and_once_that_it_drained(is_
         writer.open(transport)
     for _ in range(30):
         writer.write(b"x" * 10)
+        await asyncio.sleep(0)
     assert told == ["full"]
     if not is_open:
         writer.open(transport)
@@ -207,8 +227,8 @@ async def test_the_writer_says_once_that_it_is_full_and_once_that_it_drained(is_
     assert told == ["full"], "over half is still unread"
     transport.unread = 50
     await eventually(lambda: told == ["full", "drained"])
-    for _ in range(30):
-        writer.write(b"x" * 10)
+    writer.write(b"x" * 300)
+    await asyncio.sleep(0)
     assert told == ["full", "drained", "full"]
     writer.close()
 
@@ -216,6 +236,8 @@ async def test_the_writer_says_once_that_it_is_full_and_once_that_it_drained(is_
 async def test_a_closed_writer_writes_nothing() -> None:
     writer, transport = BoundedWriter(Outbox(), 10), Transport()
     writer.open(transport)
-    writer.close()
     writer.write(b"late")
+    writer.close()
+    writer.write(b"later")
+    await asyncio.sleep(0)
     assert transport.writes == []
