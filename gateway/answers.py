@@ -74,9 +74,16 @@ class EventParts:
         """A choice's first event, with no text: the role of a chat message, and the prompt's ids where they are due."""
         form = self._form
         body = b'"delta":{"role":"assistant","content":""}' if form.is_chat else b'"text":""'
-        ids = b',"prompt_token_ids":' + json_bytes(form.prompt_token_ids) if with_prompt_ids else b""
+        in_choice, beside = _prompt_ids(form) if with_prompt_ids else (b"", b"")
         return (
-            self._choice_head(choice) + body + b',"logprobs":null,"finish_reason":null}]' + ids + self._tail + b"}\n\n"
+            self._choice_head(choice)
+            + body
+            + b',"logprobs":null,"finish_reason":null'
+            + in_choice
+            + b"}]"
+            + beside
+            + self._tail
+            + b"}\n\n"
         )
 
     def delta(self, choice: int, text: bytes, token_ids: Sequence[int], usage: Usage | None) -> bytes:
@@ -112,6 +119,14 @@ class EventParts:
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def _prompt_ids(form: AnswerForm) -> tuple[bytes, bytes]:
+    """The prompt's ids, where they are wanted, as vLLM places them: (in each choice, beside the choices)."""
+    if not form.wants_ids:
+        return b"", b""
+    ids = b',"prompt_token_ids":' + json_bytes(form.prompt_token_ids)
+    return (b"", ids) if form.is_chat else (ids, b"")
 
 
 def error_event(body: bytes) -> bytes:
@@ -162,10 +177,9 @@ class GatheredAnswer:
         assert self.usage is not None
         kind = b"chat.completion" if form.is_chat else b"text_completion"
         choices = b",".join(self._choice(index, form) for index in range(len(self._choices)))
-        prompt = b',"prompt_token_ids":' + json_bytes(form.prompt_token_ids) if form.wants_ids else b""
         return (
             b'{"id":' + json_bytes(form.answer_id) + b',"object":"' + kind + b'","created":%d' % form.created
-            + b',"model":' + json_bytes(form.model) + b',"choices":[' + choices + b"]" + prompt
+            + b',"model":' + json_bytes(form.model) + b',"choices":[' + choices + b"]" + _prompt_ids(form)[1]
             + b',"usage":' + json_bytes(usage_fields(self.usage)) + b"}"
         )  # fmt: skip
 
@@ -174,5 +188,6 @@ class GatheredAnswer:
         text = b'"' + b"".join(gathered.texts) + b'"'
         body = b'"message":{"role":"assistant","content":' + text + b"}" if form.is_chat else b'"text":' + text
         ids = b',"token_ids":' + json_bytes(gathered.token_ids) if form.wants_ids else b""
+        ids += _prompt_ids(form)[0]
         assert gathered.ending is not None
         return b'{"index":%d,' % index + body + b',"logprobs":null' + _ending(gathered.ending) + ids + b"}"

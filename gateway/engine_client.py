@@ -449,6 +449,8 @@ class EngineClient:
         if error.code in ("hello_first", "not_ready"):
             if sink is not None:
                 self._unsent.add(sink)
+            # We were silent for too long, and the engine let our streams go or keeps them for whoever attaches.
+            self._needs_attach |= error.code == "hello_first"
             self._set_state(EngineState.LOST)
             self._send_hello()
             return

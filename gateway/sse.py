@@ -98,8 +98,10 @@ class SseOutlet:
     def _begin(self, choice: int) -> None:
         if not self._has_begun[choice]:
             self._has_begun[choice] = True
-            if self._form.is_chat or not self._sent_prompt:
-                self._gathered.append(self._parts.opening(choice, with_prompt_ids=not self._sent_prompt))
+            form = self._form
+            if form.is_chat or form.wants_ids:
+                with_prompt_ids = form.wants_ids and not (form.is_chat and self._sent_prompt)
+                self._gathered.append(self._parts.opening(choice, with_prompt_ids))
                 self._sent_prompt = True
 
     def _continuous_usage(self) -> Usage | None:

@@ -331,3 +331,20 @@ async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare:
         bare.send(StepOutput(2, b"", b"", finished=[end]))
         second = await bare.wait_for(Submit, 2)
         assert second.prior_token_ids == [pack_ids([5])] and not sink.finished
+
+
+async def test_a_gateway_that_was_forgotten_attaches_to_what_was_kept_for_it(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        first = await bare.wait_for(Submit)
+        bare.send(StepOutput(1, pack_ids([first.request_id]), pack_ids([5])))
+        await eventually(lambda: sink.tokens == [5])
+        bare.send(WireError("hello_first", "who are you?"))
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        attach = await bare.wait_for(Attach)
+        assert (attach.stream_id, attach.from_token) == (sink.stream_id, 1)

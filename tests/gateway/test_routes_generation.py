@@ -81,7 +81,7 @@ async def test_the_answer_is_the_text_of_the_engines_tokens(gateway: RunningGate
     assert choice["token_ids"] == expected(40)
     assert choice["text"] == small_tokenizer().decode(expected(40))
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
-    assert answer["prompt_token_ids"] == PROMPT
+    assert choice["prompt_token_ids"] == PROMPT and "prompt_token_ids" not in answer
     assert answer["usage"] == {
         "prompt_tokens": 20,
         "completion_tokens": 40,
@@ -89,6 +89,21 @@ async def test_the_answer_is_the_text_of_the_engines_tokens(gateway: RunningGate
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+
+
+async def test_the_prompts_ids_stand_where_vllm_puts_them(gateway: RunningGateway) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "n": 2, "return_token_ids": True}
+    _, whole = await gateway.post(CHAT, chat)
+    streamed = await gateway.events(CHAT, chat)
+    assert len(whole["prompt_token_ids"]) == whole["usage"]["prompt_tokens"]
+    assert [event["prompt_token_ids"] for event in streamed.objects if "prompt_token_ids" in event] == [
+        whole["prompt_token_ids"]
+    ]
+    _, whole = await gateway.post(TEXT, body(n=2, max_tokens=3, return_token_ids=True))
+    streamed = await gateway.events(TEXT, body(n=2, max_tokens=3, return_token_ids=True))
+    assert [choice["prompt_token_ids"] for choice in whole["choices"]] == [PROMPT, PROMPT]
+    in_stream = [choice for event in streamed.objects for choice in event["choices"] if "prompt_token_ids" in choice]
+    assert sorted((choice["index"], choice["prompt_token_ids"]) for choice in in_stream) == [(0, PROMPT), (1, PROMPT)]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -113,7 +128,7 @@ async def test_a_stream_is_told_to_proxies_and_comes_token_by_token(gateway: Run
     assert stream.headers["Cache-Control"] == "no-cache"
     ids = [choice.get("token_ids", []) for event in stream.objects for choice in event["choices"]]
     assert list(itertools.chain.from_iterable(ids)) == expected(40)
-    assert stream.objects[0]["prompt_token_ids"] == PROMPT
+    assert stream.objects[0]["choices"][0]["prompt_token_ids"] == PROMPT
     assert sum(bool(some) for some in ids) > 30, "tokens came in few events"
     assert stream.usage is None, "usage was not asked for"
 
