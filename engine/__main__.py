@@ -16,11 +16,13 @@ from collections.abc import Mapping, Sequence
 from select import POLLIN, poll
 from types import FrameType
 
-# Read when PyTorch and its OpenMP are first imported, so before the imports below. Weights in 2 MiB pages are faster to
-# read. Threads that spin at the end of a parallel region keep the core from whoever they wait for: with the gateway and
-# others on the same cores a step took four times as long, and alone on them a short spin costs nothing.
+# Read when PyTorch and its OpenMP are first imported, so before the imports below. 2 MiB pages: on some CPUs weights are
+# read faster from them, on none seen so far slower. The spin is how long a thread waits awake at the end of a parallel
+# region, some 0.3 ms: longer than the gap to the next operator of a step, or each would pay for waking the others (a
+# third of a step), and far shorter than libgomp's own choice, with which threads that spin keep the core from the
+# gateway, or from whoever else they wait for, until a step takes four times as long.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn

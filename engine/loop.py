@@ -19,7 +19,7 @@ from engine.plan import StepPlan
 from engine.publisher import Publisher
 from engine.requests import Requests
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import SequenceOutput
+from engine.sequence import SequenceOutput, SequenceState
 from engine.stats import EngineStats
 from streamkv.config import EngineConfig
 from streamkv.errors import StreamKVError
@@ -358,13 +358,17 @@ class EngineLoop:
         now_s = self._clock()
         stats, scheduler, blocks, publisher = self._stats, self._scheduler, self._blocks, self._publisher
         num_usable = blocks.num_free_blocks + blocks.num_owned_blocks
+        requests = self._requests.count_states()
         gauges = {
             "kv_cache_usage": blocks.num_owned_blocks / num_usable,
             "num_free_blocks": blocks.num_free_blocks,
             "num_allocated_blocks": blocks.num_owned_blocks,
-            "num_running_requests": scheduler.num_running,
-            "num_waiting_requests": scheduler.num_waiting,
-            "num_paused_requests": scheduler.num_paused,
+            "num_running_requests": requests[SequenceState.RUNNING],
+            "num_waiting_requests": requests[SequenceState.WAITING],
+            "num_paused_requests": requests[SequenceState.PAUSED],
+            "num_running_sequences": scheduler.num_running,
+            "num_waiting_sequences": scheduler.num_waiting,
+            "num_paused_sequences": scheduler.num_paused,
             "batch_size": stats.batch_size if self._in_flight else 0,
             "tokens_per_second": stats.generated.per_second(now_s),
             "avg_prefill_latency_ms": 1000 * stats.prefill.recent_mean,

@@ -4,6 +4,7 @@ Stands between the messages on one side and scheduler and publisher on the other
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from engine.inbox import Inbox
@@ -11,7 +12,7 @@ from engine.intake import MAX_REQUEST_ID, to_request
 from engine.publisher import NO_GATEWAY, Publisher, Stream
 from engine.scheduling.queue import QueueFull
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Request, SequenceOutput
+from engine.sequence import Request, SequenceOutput, SequenceState
 from engine.stats import EngineStats
 from streamkv.config import EngineConfig
 from streamkv.errors import InvalidField
@@ -48,6 +49,17 @@ class Requests:
         """Ends that no step brought about and that are not yet published. The loop takes them away."""
         self._over_limit: set[bytes] = set()
         """Gateways that have too much unacknowledged: their requests are paused."""
+
+    def count_states(self) -> Counter[SequenceState]:
+        """Requests by state: RUNNING if any choice of it runs, PAUSED and WAITING as a whole. O(live sequences)."""
+        counts: Counter[SequenceState] = Counter()
+        for request in self._publisher.live():
+            states = {sequence.state for sequence in request.sequences}
+            for state in (SequenceState.RUNNING, SequenceState.PAUSED, SequenceState.WAITING):
+                if state in states:
+                    counts[state] += 1
+                    break
+        return counts
 
     # They come and go
 

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from typing import Final
 
-from engine.sequence import SequenceOutput
+from engine.sequence import Request, SequenceOutput
 from streamkv.protocol import Histogram
 
 LATENCY_BOUNDS_S: Final = (
@@ -95,10 +95,13 @@ class EngineStats:
     def count_outputs(self, outputs: list[SequenceOutput], now_s: float) -> None:
         """Count the tokens and ends that are about to be published."""
         num_tokens = 0
+        last: dict[Request, SequenceOutput] = {}
         for output in outputs:
             num_tokens += len(output.token_ids)
             if output.finish_reason and output.sequence.request.is_finished:
-                self._count_end(output, now_s)
+                last[output.sequence.request] = output
+        for output in last.values():
+            self._count_end(output, now_s)
         self.counters["generated_tokens_total"] += num_tokens
         self.generated.add(now_s, num_tokens)
 

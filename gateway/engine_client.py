@@ -155,6 +155,8 @@ class EngineClient:
         """Live requests that the engine of now does not have."""
         self._attaching: set[Sink] = set()
         """Attached on a client's behalf: there is nothing to submit again before the answer."""
+        self._unsent_aborts: dict[int, str] = {}
+        """Causes by request id: ended here while the connection to their engine was broken."""
         self._stats_queries: dict[int, asyncio.Future[Stats]] = {}
         self._ready_event = asyncio.Event()
         self._needs_attach = False
@@ -217,8 +219,8 @@ class EngineClient:
     def abort(self, sink: Sink, cause: str) -> None:
         """Stop a request and forget it. Its sink gets no further call. Harmless for one that has ended."""
         request_id = self._forget(sink)
-        if request_id:
-            self._socket.send(encode(Abort(request_id, cause)))
+        if request_id and not self._socket.send(encode(Abort(request_id, cause))):
+            self._unsent_aborts[request_id] = cause
 
     def release(self, sink: Sink) -> None:
         """Forget a request that goes on in the engine: somebody attaches to it."""
@@ -288,6 +290,8 @@ class EngineClient:
         request_id = self._take_id(sink)
         if not self._socket.send(encode(Attach(request_id, sink.stream_id, sink.num_known_tokens))):
             self._unsent.add(sink)
+        elif sink.is_paused:
+            self.pause(sink)  # an attached stream begins to run
 
     def _unavailable(self, retry_after_s: float) -> EngineUnavailable:
         progress = f", {self.percent:.0f} %" if self.state is EngineState.LOADING else ""
@@ -302,11 +306,17 @@ class EngineClient:
         except WireDecodeError as error:
             logger.error("dropped a frame from the engine", extra=fields(error=str(error), num_bytes=len(frame)))
             return
+        try:
+            self._take(message, len(frame))
+        except Exception:  # the frames behind this one must still be handed out
+            logger.exception("a message of the engine could not be taken in")
+
+    def _take(self, message: EngineMessage, num_bytes: int) -> None:
         if type(message) is StepOutput:
             self._on_step(message)
             self._last_step = message.step
-            self.num_bytes += len(frame)
-            self._bytes_since_heartbeat += len(frame)
+            self.num_bytes += num_bytes
+            self._bytes_since_heartbeat += num_bytes
             if self._bytes_since_heartbeat >= ACK_BYTES:
                 self._send_heartbeat()
         else:
@@ -365,7 +375,7 @@ class EngineClient:
                     self._break(sink, error)
         for request_id in gathering:
             sink = self._sinks.get(request_id)
-            if sink is not None and sink not in lost:
+            if sink is not None:
                 try:
                     sink.flush()
                 except Exception as error:
@@ -373,8 +383,9 @@ class EngineClient:
                 if sink.is_done:
                     self._forget(sink)
         for sink in lost:
-            self.num_resubmitted += 1
-            self._send_submission(sink)
+            if not sink.is_done and sink in self._id_by_sink:
+                self.num_resubmitted += 1
+                self._send_submission(sink)
 
     def _break(self, sink: Sink, error: Exception) -> None:
         """A fault of ours in one stream: it ends, the others and the connection do not notice."""
@@ -417,6 +428,10 @@ class EngineClient:
         if is_new:
             self._last_step = 0
         self._set_state(EngineState.READY)
+        if not is_new:
+            for request_id, cause in self._unsent_aborts.items():
+                self._socket.send(encode(Abort(request_id, cause)))
+        self._unsent_aborts.clear()
         unsent, self._unsent = self._unsent, set()
         for sink in list(self._id_by_sink):
             if sink in self._attaching:
@@ -435,6 +450,9 @@ class EngineClient:
             return
         if rejected.code == "unknown_stream" and sink not in self._attaching:
             self._send_submission(sink)  # attached again after a broken connection, but the engine let it go
+            return
+        if rejected.code == "duplicate" and sink not in self._attaching:
+            self._send_attach(sink)  # the engine kept it after all: stream ids are too random to be another's
             return
         self._forget(sink)
         sink.reject(rejected)
@@ -481,7 +499,7 @@ class EngineClient:
         loop = self._loop
         assert loop is not None
         self._timer = loop.call_later(self._heartbeat_s, self._tick)
-        if not self._socket.is_connected:
+        if not self._socket.is_connected or self.state is EngineState.INCOMPATIBLE:
             return
         if self._time() - self._heard_at > self._engine_timeout_s and self.state is not EngineState.LOST:
             self._lose(f"the engine said nothing for {self._engine_timeout_s:g} s")

@@ -12,7 +12,7 @@ from gateway.answers import AnswerForm
 from gateway.engine_client import EngineClient
 from gateway.metrics import GatewayMetrics
 from gateway.schema import ChatRequest, CompletionRequest, RequestLimits
-from gateway.streams import NoOutlet, Outlet, Stream, StreamState, new_stream_id
+from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, new_stream_id
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
@@ -219,7 +219,10 @@ class Generation:
         state = stream.state
         if stream.is_done:
             return
-        if state is None or not state.attach_grace_s:
+        if state is None:
+            stream.redirect(AbandonedOutlet(self.leave))
+            return
+        if not state.attach_grace_s:
             stream.cancel("disconnected")
             return
         stream.redirect(NoOutlet())

@@ -177,7 +177,7 @@ class Stream:
         self.times = StreamTimes(arrived)
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
-        """Done with the first token, or the end."""
+        """Done with the first token, the answer to an attach, or the end."""
         self.ended: asyncio.Future[None] = loop.create_future()
 
     def begin(self, state: StreamState, prompt_token_ids: Sequence[int]) -> None:
@@ -302,7 +302,7 @@ class Stream:
         if not self.times.first_token and any(choice.token_ids for choice in self._choices):
             self.times.first_token = self._engine.now
         self._outlet.flush()
-        if not self.started.done():
+        if self.times.first_token and not self.started.done():
             self.started.set_result(None)
         self._takes_pieces = self._can_take_pieces()
         if self._num_open == 0:
@@ -348,6 +348,8 @@ class Stream:
         for finished in attached.finished:
             self.finish(finished)
         self.flush()
+        if not self.started.done():
+            self.started.set_result(None)
 
     def _take_tokens(self, choice: _Choice, finished: Finished | None) -> None:
         """Gathered tokens → one delta, and the choice's end where it has come."""
@@ -516,6 +518,16 @@ class NoOutlet:
     def close(self, usage: Usage, failure: StreamKVError | None) -> None: ...
 
 
+class AbandonedOutlet(NoOutlet):
+    """For a stream whose client went before its attach was answered: `on_begin` decides once it is known what it is."""
+
+    def __init__(self, on_begin: Callable[[Stream], None]) -> None:
+        self._on_begin = on_begin
+
+    def begin(self, stream: Stream) -> None:
+        self._on_begin(stream)
+
+
 class Outbox:
     """The writers that have something to send, until the end of this turn of the loop.
 
@@ -584,6 +596,12 @@ class BoundedWriter:
     @property
     def is_open(self) -> bool:
         return self._transport is not None
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that the client's side of the transport has not taken, those of this turn included."""
+        held = len(self._held) if self._transport is None else self._transport.get_write_buffer_size()
+        return held + sum(map(len, self._pending))
 
     def open(self, transport: asyncio.WriteTransport) -> None:
         """Its headers are out: write what was held, and from now on at the end of each turn."""

@@ -5,6 +5,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,14 +66,16 @@ class CpuLaunch:
 class CpuRunner:
     """Computes steps with PyTorch's CPU operators. Implements engine.executor.Executor.
 
-    The worker thread alone touches the model, the cache and the records, and sleeps while there is no step.
+    The worker thread alone touches PyTorch, from loading on, and sleeps while there is no step. One thread, because
+    libgomp keeps a team of threads for each that calls it and, once the teams outnumber the cores, lets them wait
+    asleep: every parallel operator then pays for waking them.
     """
 
     max_in_flight = 1
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._queue: queue.SimpleQueue[CpuLaunch | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._model: Decoder | None = None
         self._cache: KvCache | None = None
@@ -80,17 +84,27 @@ class CpuRunner:
 
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         """As Executor.load. Raises ModelError, or ConfigError for a limit that does not fit this machine."""
+        self._worker = threading.Thread(target=self._work, name="cpu-runner", daemon=True)
+        self._worker.start()
+        loaded: Future[tuple[ModelFacts, DeviceLimits]] = Future()
+
+        def load() -> None:
+            try:
+                loaded.set_result(self._load(report))
+            except BaseException as error:
+                loaded.set_exception(error)
+
+        self._queue.put(load)
+        return loaded.result()
+
+    def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         config = self._config
-        # Threads that come later, the worker among them, take this number over.
-        torch.set_num_threads(self._num_threads)
         files = model_files.resolve(config.model, report)
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
         self._model, _ = load_model(files, dtype, report)
         pool = size_pool(config, model_config, available_memory_bytes())
         self._cache = KvCache(model_config, pool.num_blocks, config.block_size)
-        self._worker = threading.Thread(target=self._work, name="cpu-runner", daemon=True)
-        self._worker.start()
         report("warming up", 0.0)
         chunk = min(_WARM_UP_TOKENS, pool.max_model_len - 1, config.max_num_batched_tokens or _WARM_UP_TOKENS)
         tokens_per_s = self._warm_up(chunk, report)
@@ -115,7 +129,7 @@ class CpuRunner:
         """As Executor.launch. The caller collects each launch before the next."""
         assert self._worker is not None, "load comes first"
         launch = CpuLaunch(plan, on_done)
-        self._queue.put(launch)
+        self._queue.put(partial(launch.run, self._step))
         return launch
 
     def collect(self, launch: Launch) -> StepTokens:
@@ -135,8 +149,8 @@ class CpuRunner:
     def _work(self) -> None:
         torch.set_num_threads(self._num_threads)
         with torch.inference_mode():
-            while (launch := self._queue.get()) is not None:
-                launch.run(self._step)
+            while (work := self._queue.get()) is not None:
+                work()
 
     def _step(self, plan: StepPlan) -> StepTokens:
         assert self._model is not None and self._cache is not None
@@ -166,7 +180,7 @@ class CpuRunner:
             )
         ):
             start = time.perf_counter()
-            self.collect(self.launch(plan, lambda: None))
+            self._step(plan)
             times_s.append(time.perf_counter() - start)
             report("warming up", 25.0 * (i + 1))
         return num_tokens / min(times_s[:2])

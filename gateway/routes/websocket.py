@@ -23,6 +23,8 @@ MAX_GENERATIONS: Final = 1024
 MAX_ID_CHARS: Final = 128
 MAX_GRACE_S: Final = 3600.0
 _PING_S: Final = 20.0
+_MAX_UNREAD_TIMES: Final = 4
+"""Unread output, in times of what pauses the generations, at which no further message is read."""
 _OFF_LOOP_BYTES: Final = 128 * 1024
 
 
@@ -74,11 +76,14 @@ class _Session:
             app[keys.OUTBOX], app[keys.CONFIG].max_stream_buffer_bytes, self._on_full, self._on_drained
         )
         self._writer.open(transport)
+        self._drained = asyncio.Event()
+        self._drained.set()
         self._live: dict[str, _Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self, message: WSMessage) -> None:
         """One message of the client. Whatever is wrong with it is answered, and the socket stays open."""
+        await self._wait_for_reader()
         client_id: str | None = None
         try:
             if message.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
@@ -104,6 +109,13 @@ class _Session:
                 self._steer(kind, client_id)
         except (StreamKVError, UnicodeEncodeError) as error:
             self._send_error(client_id, error)
+
+    async def _wait_for_reader(self) -> None:
+        """A client that sends and does not read is not listened to: each of its messages is worth an answer. A cancel
+        of a reader who is merely slow comes through, since its generations are paused long before."""
+        if self._writer.num_unread > _MAX_UNREAD_TIMES * self._writer.max_bytes:
+            self._writer.flush()
+            await self._drained.wait()
 
     def close(self) -> None:
         """The socket is gone: what nobody can attach to is aborted."""
@@ -214,12 +226,14 @@ class _Session:
         self._send({"type": "error", "id": client_id, "error": error_fields(error)})
 
     def _on_full(self) -> None:
+        self._drained.clear()
         self._app[keys.METRICS].num_slow_reader_pauses += 1
         for generation in self._live.values():
             if generation.stream is not None:
                 generation.stream.pause("slow reader")
 
     def _on_drained(self) -> None:
+        self._drained.set()
         for generation in self._live.values():
             if generation.stream is not None:
                 generation.stream.resume("slow reader")

@@ -36,6 +36,7 @@ from tests.support.scripted_executor import ScriptedExecutor, end_after
 from tests.support.wire_gateway import WireGateway, submission
 
 PROMPT = list(range(10, 40))
+STATES = ("running", "waiting", "paused")
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def wait_idle(gateway: WireGateway, engine: RunningEngine) -> Stats:
     while True:
         stats = figures(gateway)
         gauges = stats.gauges
-        busy = ("num_allocated_blocks", "num_running_requests", "num_waiting_requests", "num_paused_requests")
-        if not any(gauges[name] for name in (*busy, "num_live_streams")):
+        busy = [f"num_{state}_{what}" for state in STATES for what in ("requests", "sequences")]
+        if not any(gauges[name] for name in (*busy, "num_allocated_blocks", "num_live_streams")):
             audit(engine.loop._blocks)
             return stats
         assert time.monotonic() < until_s, f"still busy: {gauges}"
@@ -648,6 +649,30 @@ def test_counters_add_up_to_the_requests_sent(engine: RunningEngine, gateway: Wi
     assert sum(stats.histograms["engine_time_to_first_token_seconds"].counts) == 11
     assert counters["generated_tokens_total"] >= 31
     assert stats.gauges["tokens_per_second"] > 0
+
+
+def test_requests_are_counted_as_requests_however_many_choices_they_have() -> None:
+    with (
+        serving(ScriptedExecutor(num_blocks=1024, step_s=0.005), max_num_seqs=4) as engine,
+        WireGateway(engine.endpoint) as gateway,
+    ):
+        gateway.wait_for(Ready)
+        for request_id in range(3):
+            gateway.send(submission(request_id, PROMPT, 1900, n=3))
+        gateway.wait_tokens(0, 3)
+        gateway.send(Pause(0))
+        gateway.wait_tokens(1, 1)
+        gateway.wait_tokens(2, 1)
+        gauges = figures(gateway).gauges
+        assert [gauges[f"num_{state}_requests"] for state in STATES] == [2, 0, 1]
+        assert [gauges[f"num_{state}_sequences"] for state in STATES] == [4, 2, 3]
+        for request_id in range(3):
+            gateway.send(Abort(request_id))
+            gateway.wait_end(request_id, num_choices=3)
+        stats = wait_idle(gateway, engine)
+        assert stats.counters['requests_ended_total{reason="abort"}'] == 3
+        assert stats.counters['aborts_total{cause="cancelled"}'] == 3
+        assert sum(stats.histograms["engine_e2e_seconds"].counts) == 3
 
 
 def test_odd_abort_causes_do_not_become_metrics(gateway: WireGateway) -> None:

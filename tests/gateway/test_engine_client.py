@@ -17,6 +17,7 @@ from streamkv.protocol import (
     Heartbeat,
     Hello,
     ModelFacts,
+    Pause,
     Ready,
     Rejected,
     StepOutput,
@@ -42,6 +43,7 @@ class RecordingSink:
         self.max_tokens = max_tokens
         self.stream_id = stream_id
         self.tokens: list[int] = []
+        self.gathered: list[int] = []
         self.finished: list[Finished] = []
         self.rejected: list[Rejected] = []
         self.num_submissions = self.num_flushes = 0
@@ -56,12 +58,14 @@ class RecordingSink:
 
     def push(self, choice: int, token_ids: list[int]) -> None:
         assert choice == 0
-        self.tokens += token_ids
+        self.gathered += token_ids
 
     def finish(self, finished: Finished) -> None:
         self.finished.append(finished)
 
     def flush(self) -> None:
+        self.tokens += self.gathered
+        self.gathered.clear()
         self.num_flushes += 1
 
     def reject(self, rejected: Rejected) -> None:
@@ -328,9 +332,11 @@ async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare:
         first = await bare.wait_for(Submit)
         bare.send(StepOutput(1, pack_ids([first.request_id]), pack_ids([5])))
         end = Finished(first.request_id, 0, "abort", "gateway_lost")
-        bare.send(StepOutput(2, b"", b"", finished=[end]))
+        bare.send(StepOutput(2, pack_ids([first.request_id]), pack_ids([6]), finished=[end]))
         second = await bare.wait_for(Submit, 2)
-        assert second.prior_token_ids == [pack_ids([5])] and not sink.finished
+        assert second.prior_token_ids == [pack_ids([5, 6])] and not sink.finished
+        bare.send(StepOutput(3, pack_ids([second.request_id]), pack_ids([7])))
+        await eventually(lambda: sink.tokens == [5, 6, 7])
 
 
 async def test_a_gateway_that_was_forgotten_attaches_to_what_was_kept_for_it(bare: BareEngine) -> None:
@@ -348,3 +354,83 @@ async def test_a_gateway_that_was_forgotten_attaches_to_what_was_kept_for_it(bar
         bare.send(READY)
         attach = await bare.wait_for(Attach)
         assert (attach.stream_id, attach.from_token) == (sink.stream_id, 1)
+
+
+async def reconnect(bare: BareEngine, client: EngineClient) -> None:
+    """The connection breaks, and the same engine is there again."""
+    endpoint = bare.socket.endpoint
+    bare.socket.close()
+    await eventually(lambda: client.state is EngineState.LOST)
+    bare.socket = EngineSocket(endpoint)
+    await bare.wait_for(Hello, 2)
+    bare.send(READY)
+    await eventually(lambda: client.is_ready)
+
+
+async def test_a_slow_reader_is_still_paused_after_a_reconnect(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        await bare.wait_for(Submit)
+        sink.is_paused = True
+        client.pause(sink)
+        await bare.wait_for(Pause)
+        await reconnect(bare, client)
+        attach = await bare.wait_for(Attach)
+        assert (await bare.wait_for(Pause, 2)).request_id == attach.request_id
+
+
+async def test_a_request_that_ended_while_the_connection_was_broken_is_aborted_after_it(bare: BareEngine) -> None:
+    endpoint = bare.socket.endpoint
+    async with connected(endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        request_id = (await bare.wait_for(Submit)).request_id
+        bare.socket.close()
+        await eventually(lambda: client.state is EngineState.LOST)
+        client.abort(sink, "disconnected")
+        bare.socket = EngineSocket(endpoint)
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        assert (await bare.wait_for(Abort)) == Abort(request_id, "disconnected")
+
+
+async def test_a_stream_that_the_engine_still_has_is_attached_when_its_submission_is_refused(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        first = await bare.wait_for(Submit)
+        client.pause(sink)
+        bare.send(WireError("hello_first", "who are you?", first.request_id))  # about the Pause
+        await bare.wait_for(Hello, 2)
+        bare.send(READY)
+        second = await bare.wait_for(Submit, 2)
+        bare.send(Rejected(second.request_id, "duplicate", "a stream with this stream_id is live"))
+        attach = await bare.wait_for(Attach)
+        bare.send(StepOutput(1, pack_ids([attach.request_id]), pack_ids([5])))
+        await eventually(lambda: sink.tokens == [5])
+        assert not sink.rejected
+
+
+async def test_frames_behind_one_that_makes_no_sense_are_handed_out(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint, heartbeat_s=30.0, engine_timeout_s=60.0) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        request_id = (await bare.wait_for(Submit)).request_id
+        bare.send(StepOutput(1, pack_ids([request_id, 7]), pack_ids([5])))
+        bare.send(StepOutput(2, pack_ids([request_id]), b"odd"))
+        bare.send(StepOutput(3, pack_ids([request_id]), pack_ids([6]), finished=[Finished(request_id, 0, "length")]))
+        await eventually(lambda: sink.is_done)
+        assert sink.tokens[-1] == 6 and client.is_ready

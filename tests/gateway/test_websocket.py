@@ -13,6 +13,9 @@ import msgspec
 import pytest
 
 from gateway import keys
+from gateway.errors import error_fields
+from gateway.socket_events import JsonCodec, SocketOutlet
+from gateway.streams import BoundedWriter
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import (
     MODEL,
@@ -374,3 +377,53 @@ async def test_a_socket_that_is_not_read_pauses_its_streams() -> None:
                 events.append(await client.read())
     for index in range(8):
         assert texts(events, f"g{index}") == text_of(900)
+
+
+async def test_a_socket_that_sends_and_never_reads_is_not_listened_to_without_end() -> None:
+    with serving(executor()) as engine:
+        async with (
+            running_gateway(engine.endpoint, max_stream_buffer_bytes=2048) as gateway,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=_with_small_buffer)) as session,
+            session.ws_connect(gateway.url + "/v1/stream", max_msg_size=0) as raw,
+        ):
+            connection = raw._conn  # aiohttp has no public way to stop reading
+            assert connection is not None and connection.transport is not None
+            connection.transport.pause_reading()
+            num_sent = 0
+
+            async def flood() -> None:
+                nonlocal num_sent
+                while True:
+                    await raw.send_str('{"type":"nonsense %s"}' % ("x" * 100))
+                    num_sent += 1
+
+            flooding = asyncio.create_task(flood())
+            num_before = -1
+            while num_sent != num_before:  # it stops when nobody reads it
+                num_before = num_sent
+                await asyncio.sleep(0.3)
+            assert not flooding.done()
+            (session_of_it,) = gateway.app[keys.SOCKETS].live
+            transport = session_of_it._req.transport if session_of_it._req is not None else None
+            assert transport is not None and transport.get_write_buffer_size() < 64 * 1024
+            connection.transport.resume_reading()
+            for _ in range(num_before):
+                assert json.loads((await raw.receive(timeout=10)).data)["type"] == "error"
+            flooding.cancel()
+
+
+async def test_who_goes_before_the_answer_to_an_attach_leaves_the_stream_to_others(slow: RunningGateway) -> None:
+    async with connected(slow) as first:
+        await first.send(**generate(max_tokens=200, attach_grace_s=20))
+        started = await first.read()
+    stream_id = started["stream_id"]
+    outlet = SocketOutlet(
+        BoundedWriter(slow.app[keys.OUTBOX], 1000), JsonCodec(), "x", error_fields=error_fields, on_close=lambda: None
+    )
+    service = slow.app[keys.GENERATION]
+    service.leave(await service.attach(bytes.fromhex(stream_id), 0, outlet))
+    await asyncio.sleep(0.1)
+    async with connected(slow) as second:
+        await second.send(type="attach", id="b", stream_id=stream_id, from_token=0)
+        events = await second.until("done")
+    assert texts(events, "b") == text_of(200)
