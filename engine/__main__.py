@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from select import POLLIN, poll
 from types import FrameType
 
-# Read when PyTorch and its OpenMP are first imported, so before the imports below. 2 MiB pages: on some CPUs weights are
-# read faster from them, on none seen so far slower. The spin is how long a thread waits awake at the end of a parallel
-# region, some 0.3 ms: longer than the gap to the next operator of a step, or each would pay for waking the others (a
-# third of a step), and far shorter than libgomp's own choice, with which threads that spin keep the core from the
-# gateway, or from whoever else they wait for, until a step takes four times as long.
+# Read when PyTorch and its OpenMP are first imported, so before the imports below. Some CPUs read weights faster from
+# 2 MiB pages. The spin is how long a thread waits awake at the end of a parallel region, some 0.3 ms: longer than the
+# gap to the next operator of a step, or each would pay for waking the others (a third of a step), and far shorter than
+# libgomp's own choice, with which spinning threads keep the core from the gateway, or from whoever else they wait for,
+# until a step takes four times as long.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

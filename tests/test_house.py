@@ -38,7 +38,7 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"cli", "tools"},
         {"client"},
         {"config"},
-        {"settings", "model_files", "transport", "log", "protocol", "sampling", "errors"},
+        {"settings", "model_files", "gguf_header", "transport", "log", "protocol", "sampling", "errors"},
     ],
 }
 FORBIDDEN_LIBRARIES: Mapping[str, set[str]] = {

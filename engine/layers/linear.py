@@ -129,14 +129,11 @@ class SplitMethod:
         for_many = self.packed.make(weight, bias)
         max_plain_tokens = self.max_plain_tokens
         dtype = weight.dtype
-        columns = weight.t()
 
         def product(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] > max_plain_tokens:
                 return for_many(x)
-            if bias is None:
-                return torch.mm(x.to(dtype), columns).float()
-            return torch.addmm(bias, x.to(dtype), columns).float()
+            return F.linear(x.to(dtype), weight, bias).float()
 
         return product
 

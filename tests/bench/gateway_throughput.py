@@ -1,6 +1,6 @@
 """Tokens per second through the gateway over SSE, and what a token costs it.
 
-    python tests/bench/gateway_throughput.py [--streams 64,256,512] [--tokens 2000] [--profile FILE]
+    python tests/bench/gateway_throughput.py [--streams 64,256,512] [--tokens 2000] [--steps-per-s 0] [--profile FILE]
 
 Four processes: a firehose that publishes one token per stream and step as fast as it is acknowledged, the gateway, a
 client that counts events on raw sockets, and as yardstick bare aiohttp handlers that write the same bytes from memory,
@@ -215,6 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", default="64,256,512")
     parser.add_argument("--tokens", type=int, default=1000, help="of each stream")
+    parser.add_argument(
+        "--steps-per-s", type=float, default=0.0, help="pace of the firehose; 0: flat out, and the gateway joins steps"
+    )
     parser.add_argument("--profile", default="", help="write the gateway's cProfile statistics to this file")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -224,7 +227,7 @@ def main() -> None:
         yardstick = context.Process(target=run_yardstick, args=(num_streams, args.tokens, there), daemon=True)
         yardstick.start()
         bare_url = here.recv()
-        with firehose(num_streams, token_ids=ids) as endpoint:
+        with firehose(num_streams, steps_per_s=args.steps_per_s, token_ids=ids) as endpoint:
             gateway = context.Process(target=run_gateway, args=(endpoint, there, args.profile), daemon=True)
             gateway.start()
             url = here.recv()

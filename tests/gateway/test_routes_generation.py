@@ -16,6 +16,7 @@ from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import (
     MODEL,
     VOCAB_SIZE,
+    Events,
     RunningGateway,
     eventually,
     eventually_async,
@@ -297,6 +298,29 @@ async def test_http_1_0_gets_the_events_without_chunks(gateway: RunningGateway) 
     assert b"chunked" not in head.lower()
     assert events.startswith(b"data: ") and events.endswith(b"data: [DONE]\n\n")
     assert events.count(b"\n\n") == events.count(b"data: ")
+
+
+async def test_streams_asked_for_on_one_connection_without_waiting_come_one_after_the_other(
+    gateway: RunningGateway,
+) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for num_tokens, connection in ((5, "keep-alive"), (7, "keep-alive"), (3, "close")):
+        data = json.dumps(body(stream=True, max_tokens=num_tokens)).encode()
+        head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\nContent-Type: application/json\r\n"
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    raw = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    answers = raw.split(b"HTTP/1.1 200 OK\r\n")
+    assert answers[0] == b"" and len(answers) == 4
+    for num_tokens, answer in zip((5, 7, 3), answers[1:], strict=True):
+        left, events = answer.partition(b"\r\n\r\n")[2], b""
+        while left != b"0\r\n\r\n":
+            size, _, left = left.partition(b"\r\n")
+            events, left = events + left[: int(size, 16)], left[int(size, 16) + 2 :]
+        texts = Events(200, {}, events)
+        assert texts.data[-1] == "[DONE]"
+        assert texts.text() == small_tokenizer().decode(expected(num_tokens))
 
 
 @pytest.fixture

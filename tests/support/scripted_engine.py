@@ -104,8 +104,12 @@ def serving(
 FIREHOSE_MODEL = ModelFacts("firehose", vocab_size=49152, max_model_len=1 << 20, eos_token_ids=[2])
 
 
-def run_firehose(endpoint: str, num_streams: int, max_unacked_bytes: int, token_ids: list[int]) -> None:
+def run_firehose(
+    endpoint: str, num_streams: int, max_unacked_bytes: int, steps_per_s: float, token_ids: list[int]
+) -> None:
     """Wait for `num_streams` Submits, then publish one token to each live one per step, until the process is killed.
+
+    steps_per_s: 0 publishes as fast as it is acknowledged.
 
     A stream ends with `length` after its max_tokens; when all have ended the next batch of `num_streams` Submits is
     awaited. The frames of a batch are built before its first is sent, so that the sender
@@ -122,10 +126,11 @@ def run_firehose(endpoint: str, num_streams: int, max_unacked_bytes: int, token_
     gateway_id = b""
     unacked: list[tuple[int, int]] = []
     num_unacked_bytes = 0
-    heartbeat_at_s = 0.0
+    heartbeat_at_s = next_step_s = 0.0
+    period_s, burst = (1.0 / steps_per_s, 1) if steps_per_s else (0.0, 16)
     while True:
         can_send = bool(frames) and num_unacked_bytes < max_unacked_bytes
-        socket.wait(0.0 if can_send else 0.5)
+        socket.wait(max(0.0, next_step_s - time.monotonic()) if can_send else 0.5)
         while (received := socket.receive()) is not None:
             sender, frame = received
             match decode_from_gateway(frame):
@@ -147,9 +152,10 @@ def run_firehose(endpoint: str, num_streams: int, max_unacked_bytes: int, token_
             num_unacked_bytes -= unacked.pop(0)[1]
         if not frames and len(live) == num_streams:
             frames = _build_frames(live, step, token_ids, max(live.values()))
-        for _ in range(16):
-            if not frames or num_unacked_bytes >= max_unacked_bytes:
+        for _ in range(burst):
+            if not frames or num_unacked_bytes >= max_unacked_bytes or time.monotonic() < next_step_s:
                 break
+            next_step_s = max(next_step_s, time.monotonic() - period_s) + period_s
             frame = frames.pop()
             step += 1
             socket.send(gateway_id, frame)
@@ -181,11 +187,15 @@ def _build_frames(live: dict[tuple[bytes, int], int], step: int, token_ids: list
 
 @contextlib.contextmanager
 def firehose(
-    num_streams: int, *, max_unacked_bytes: int = 8 * 1024 * 1024, token_ids: list[int] | None = None
+    num_streams: int,
+    *,
+    max_unacked_bytes: int = 8 * 1024 * 1024,
+    steps_per_s: float = 0.0,
+    token_ids: list[int] | None = None,
 ) -> Iterator[str]:
-    """A firehose in a process of its own. Yields its endpoint."""
+    """A firehose in a process of its own, see run_firehose. Yields its endpoint."""
     with free_endpoint() as endpoint:
-        arguments = [endpoint, num_streams, max_unacked_bytes, *(token_ids or [260])]
+        arguments = [endpoint, num_streams, max_unacked_bytes, steps_per_s, *(token_ids or [260])]
         process = subprocess.Popen([sys.executable, "-m", __name__, *map(str, arguments)], cwd=_ROOT)
         try:
             until_s = time.monotonic() + 20.0
@@ -199,4 +209,7 @@ def firehose(
 
 
 if __name__ == "__main__":
-    run_firehose(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), [int(token_id) for token_id in sys.argv[4:]])
+    _endpoint, _num_streams, _max_unacked, _steps_per_s, *_token_ids = sys.argv[1:]
+    run_firehose(
+        _endpoint, int(_num_streams), int(_max_unacked), float(_steps_per_s), [int(token_id) for token_id in _token_ids]
+    )
