@@ -3,8 +3,9 @@
 from collections import Counter
 
 from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_tree import Node, pack
+from engine.kv.prefix_tree import TOKEN_BYTES, Node
 from engine.sequence import Sequence
+from streamkv.protocol import pack_ids
 
 
 class AuditError(AssertionError):
@@ -106,7 +107,7 @@ def _check_children(manager: BlockManager, node: Node) -> None:
         raise AuditError(f"block {node.block_id} is not attached, or its children are not in order")
     if any(after.startswith(before) for before, after in zip(node.keys, node.keys[1:], strict=False)):
         raise AuditError(f"block {node.block_id} has a child that only begins another")
-    whole = len(pack(range(manager.block_size)))
+    whole = manager.block_size * TOKEN_BYTES
     for key, child in node.children.items():
         if child.parent is not node or child.key != key or child.depth != node.depth + 1:
             raise AuditError(f"block {child.block_id} does not know its parent")
@@ -130,7 +131,7 @@ def _check_place(manager: BlockManager, sequence: Sequence) -> None:
         index = node.depth - 1
         if node.block_id != sequence.block_table[index]:
             raise AuditError(f"{name} has block {sequence.block_table[index]} where the tree has {node.block_id}")
-        if node.key != pack(sequence.token_ids[index * size : (index + 1) * size]):
+        if node.key != pack_ids(sequence.token_ids[index * size : (index + 1) * size]):
             raise AuditError(f"{name} has other tokens than block {node.block_id}, which it shares")
         assert node.parent is not None
         node = node.parent

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Root, pack
+from engine.kv.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Root
 from engine.sequence import Sequence
+from streamkv.protocol import pack_ids
 
 _EVICTED_SHARE: Final = 1 / 64
 """Of the pool, evicted at once when nothing is free: what lay in one piece comes free in one piece."""
@@ -102,6 +103,14 @@ class BlockManager:
         """Blocks that a sequence takes which shares `shared` tokens and then writes tokens [shared, end)."""
         return -(-end // self.block_size) - shared // self.block_size
 
+    def has_room(self, match: Match, num_needed: int) -> bool:
+        """Whether so many blocks are available beside those that `share` claims."""
+        num_available = self.num_available_blocks
+        # The walk that counts them is seldom needed.
+        return num_available - match.node.depth - 1 >= num_needed or (
+            num_available - self.num_claimed(match) >= num_needed
+        )
+
     def num_claimed(self, match: Match) -> int:
         """Available blocks that `share` takes beside those that are needed for new tokens: cached ones that match."""
         ref_counts, node = self.pool.ref_counts, match.node
@@ -120,7 +129,9 @@ class BlockManager:
         place = self._place(sequence)
         num_tokens = len(sequence.token_ids)
         if len(place.packed) != num_tokens * TOKEN_BYTES:
-            place.packed = pack(sequence.token_ids)
+            packed = sequence.request.packed_prompt
+            has_all = len(packed) == num_tokens * TOKEN_BYTES
+            place.packed = packed if has_all else pack_ids(sequence.token_ids)
         node = place.node = tree.descend(place.node, place.packed)
         shared = node.depth * size
         if shared == num_tokens:
@@ -136,7 +147,7 @@ class BlockManager:
             return Match(node, shared, None)
         match = Match(node, shared + common, source)
         # The source is held beside its copy. Where memory does not allow that, the block is computed.
-        if self.num_available_blocks - self.num_claimed(match) < self.num_needed_after(shared, num_tokens):
+        if not self.has_room(match, self.num_needed_after(shared, num_tokens)):
             return Match(node, shared, None)
         return match
 
@@ -318,7 +329,7 @@ class BlockManager:
         """Tokens [start, end), packed."""
         if end * TOKEN_BYTES <= len(place.packed):
             return place.packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
-        return pack(sequence.token_ids[start:end])
+        return pack_ids(sequence.token_ids[start:end])
 
     def _take(self, previous: int) -> int:
         """A block for the one after `previous`; for its sake cached ones are evicted."""

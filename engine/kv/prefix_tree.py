@@ -1,13 +1,11 @@
 """Blocks found again by the tokens in them: match, insert, evict.
 
-A tree per namespace, one node per block. A node's key is its block's tokens, packed as int32: bytes are compared, so
-two different prefixes never pass for one. Nobody writes into a block that is in the tree.
+A tree per namespace, one node per block. A node's key is its block's tokens, packed as on the wire: bytes are compared,
+so two different prefixes never pass for one. Nobody writes into a block that is in the tree.
 """
 
-from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Final
 
 from engine.kv.block_pool import BlockPool
@@ -15,12 +13,8 @@ from engine.kv.block_pool import BlockPool
 Namespace = tuple[str, str]
 """(tenant, cache_salt): whoever differs in one of them shares nothing."""
 
-TOKEN_BYTES: Final = array("i").itemsize
-
-
-def pack(token_ids: Iterable[int]) -> bytes:
-    """Token ids → TOKEN_BYTES bytes each, in the machine's order: they never leave the process."""
-    return array("i", token_ids).tobytes()
+TOKEN_BYTES: Final = 4
+"""Of a packed token."""
 
 
 class Node:

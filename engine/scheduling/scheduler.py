@@ -19,6 +19,8 @@ from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 
+_NO_BLOCKS: Final[list[int]] = []
+"""Of most decodes; a plan is read only."""
 _MAX_SKIPPED: Final = 64
 """Waiting sequences that a plan passes over, each of which costs about a microsecond."""
 
@@ -388,7 +390,7 @@ class Scheduler:
             if start + 1 >= sequence.max_len:
                 index += 1
                 continue  # the last token that it may have is on its way
-            new_block_ids: list[int] = []
+            new_block_ids = _NO_BLOCKS
             # A block that it has already is its own: whoever forks copies the block that both would write, at once.
             if start >= len(sequence.block_table) * block_size:
                 if not blocks.num_available_blocks and not self._make_room(draft, sequence, 1, index):
@@ -677,6 +679,8 @@ class Scheduler:
         """
         blocks = self._blocks
         wanted = num_needed + draft.num_promised_blocks + len(self._running) // 4
+        if match is not None and blocks.has_room(match, wanted):
+            return True
         while (num_available := blocks.num_available_blocks - (blocks.num_claimed(match) if match else 0)) < wanted:
             key = order_key(sequence)
             behind = [other for other in self._parked if other.state is SequenceState.PAUSED or order_key(other) > key]

@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv.audit import AuditError, audit
 from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_tree import TOKEN_BYTES, pack
+from engine.kv.prefix_tree import TOKEN_BYTES
 from engine.sequence import Request, Sequence
+from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
 
 
@@ -182,7 +183,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 start = (node.depth - 1) * size
                 num_tokens = len(node.key) // TOKEN_BYTES
                 held = [self.memory[node.block_id * size + offset] for offset in range(num_tokens)]
-                assert pack(token for token, _ in held) == node.key
+                assert pack_ids(token for token, _ in held) == node.key
                 assert [position for _, position in held] == list(range(start, start + num_tokens))
 
     def teardown(self) -> None:

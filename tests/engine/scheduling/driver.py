@@ -12,6 +12,7 @@ from engine.kv.prefix_tree import Node
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_executor import EosRule, ScriptedExecutor, ScriptedLaunch
 
@@ -103,6 +104,7 @@ class Driver:
             cache_salt=f"alone {len(self.requests)}" if cache_salt is None else cache_salt,
             prior_token_ids=prior or [],
             finished_choices=finished_choices or [],
+            packed_prompt=pack_ids(prompt) if len(self.requests) % 2 else b"",
         )
         self.scheduler.add(request)
         self.requests.append(request)
