@@ -87,6 +87,73 @@ def test_a_shared_block_counts_once_in_the_computed_tokens():
     assert manager.num_computed_tokens() == 4 + 6 + 3
 
 
+def compute_together(manager: BlockManager, *prompts: list[int]) -> list[Sequence]:
+    """Sequences that each compute all their tokens, in one plan."""
+    sequences = []
+    for i, tokens in enumerate(prompts):
+        sequence = make_sequence(i, 0)
+        sequence.token_ids = tokens
+        manager.share(sequence, manager.find(sequence))
+        manager.allocate(sequence, len(tokens))
+        sequence.num_computed = len(tokens)
+        sequences.append(sequence)
+    manager.end_plan(sequences)
+    audit(manager)
+    return sequences
+
+
+def num_found(manager: BlockManager, tokens: list[int]) -> int:
+    """Tokens that a sequence with one more would share."""
+    sequence = make_sequence(99, 0)
+    sequence.token_ids = [*tokens, 77]
+    num_tokens = manager.find(sequence).num_tokens
+    manager.forget(sequence)
+    return num_tokens
+
+
+def test_what_was_computed_twice_is_kept_once():
+    manager = BlockManager(20, 4)
+    first, second = compute_together(manager, [0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6, 7, 8, 9])
+    assert num_found(manager, [0, 1, 2, 3, 5, 6, 7, 8]) == 4, "the second adds nothing behind its duplicate"
+    manager.forget(second)
+    audit(manager)
+    assert num_found(manager, [0, 1, 2, 3, 5, 6, 7, 8, 9]) == 9
+    manager.forget(first)
+    audit(manager)
+    assert manager.num_cached_blocks == 4
+
+
+def test_a_block_behind_a_duplicate_is_not_kept_while_another_owns_it():
+    """Its owner does not own the block above it in the tree, which could not be evicted then."""
+    manager = BlockManager(20, 4)
+    first, second = compute_together(manager, [0, 1, 2, 3, 4], [0, 1, 2, 3, 5, 6, 7, 8, 9])
+    third = make_sequence(3, 0)
+    third.token_ids = [*second.token_ids[:8], 10]
+    manager.fork(second, third, 8)
+    manager.forget(first)
+    manager.forget(second)
+    audit(manager)
+    assert num_found(manager, [0, 1, 2, 3, 5, 6, 7, 8]) == 4
+    manager.forget(third)
+    audit(manager)
+    assert num_found(manager, [0, 1, 2, 3, 5, 6, 7, 8]) == 8
+
+
+def test_a_block_computed_again_takes_the_place_of_a_cached_one():
+    """As after a full hit, whose last token is computed in a copy: what follows can be shared while it still runs."""
+    manager = BlockManager(20, 4)
+    (first,) = compute_together(manager, [0, 1, 2, 3, 4, 5, 6, 7])
+    manager.forget(first)
+    (second,) = compute_together(manager, [0, 1, 2, 3, 4, 5, 6, 7])
+    assert (manager.num_owned_blocks, manager.num_cached_blocks, manager.num_block_copies) == (2, 0, 1)
+    second.token_ids += [8, 9, 10, 11]
+    manager.allocate(second, 12)
+    second.num_computed = 12
+    manager.end_plan([second])
+    audit(manager)
+    assert num_found(manager, second.token_ids) == 12
+
+
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
