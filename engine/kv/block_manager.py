@@ -203,8 +203,10 @@ class BlockManager:
     def publish(self, sequence: Sequence) -> None:
         """Let others share the sequence's whole blocks whose tokens are known and are computed by now, or by the
         plan that is complete. O(blocks not yet in the tree)."""
-        place = self._place(sequence)
-        if not self._is_caching or place.is_duplicate:
+        if not self._is_caching:
+            return
+        place = self.places[sequence]
+        if place.is_duplicate:
             return
         size, tree, node, table = self.block_size, self.tree, place.node, sequence.block_table
         for end in range((node.depth + 1) * size, min(sequence.num_computed, len(sequence.token_ids)) + 1, size):
@@ -265,6 +267,14 @@ class BlockManager:
             table.append(self._take(table[-1] if table else 0))
         return copy
 
+    def extend(self, sequence: Sequence) -> int:
+        """The next block of a decode that has filled its blocks. The last one of them can be shared now."""
+        self.publish(sequence)
+        table = sequence.block_table
+        block_id = self._take(table[-1])
+        table.append(block_id)
+        return block_id
+
     def fork(self, parent: Sequence, child: Sequence, shared: int) -> None:
         """Let `child`, which holds nothing, share the blocks of the first `shared` tokens, computed by `parent`.
 
@@ -276,13 +286,11 @@ class BlockManager:
         self.pool.claim(child.block_table)
         if child.block_table:
             self.holders.add(child)
-        above, place = self._place(parent), self._place(child)
-        node = above.node
+        node = self._place(parent).node
         while node.depth > shared // self.block_size:
             assert node.parent is not None
             node = node.parent
-        place.node = node
-        place.is_duplicate = above.is_duplicate and node.depth < shared // self.block_size
+        self._place(child).node = node
 
     def free(self, sequence: Sequence) -> None:
         """Give up all blocks; the sequence then has nothing computed. Those with known tokens stay cached."""
@@ -333,10 +341,10 @@ class BlockManager:
 
     def _take(self, previous: int) -> int:
         """A block for the one after `previous`; for its sake cached ones are evicted."""
-        pool, tree = self.pool, self.tree
+        pool = self.pool
         if not pool.num_free:
-            for _ in range(min(self._num_evicted_at_once, tree.num_cached)):
-                tree.evict()
+            for _ in range(min(self._num_evicted_at_once, self.tree.num_cached)):
+                self.tree.evict()
         return pool.allocate(previous)
 
     def _insert_rest(self, sequence: Sequence, place: Place) -> Node:

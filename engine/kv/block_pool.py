@@ -41,17 +41,18 @@ class BlockPool:
         if it is free, so that a sequence mostly lies in one piece, which a CPU reads without a copy; otherwise a new
         run starts, far from the others.
         """
-        block_id = previous + 1
-        if not previous or block_id >= self.num_blocks or not self.is_free(block_id):
+        free, places, block_id = self._free, self._place, previous + 1
+        place = places[block_id] if previous and block_id < self.num_blocks else len(free)
+        if place >= len(free) or free[place] != block_id:
             self._num_runs += 1
             block_id = 1 + int(self._num_runs * _STRIDE % 1.0 * (self.num_blocks - 1))
             if not self.is_free(block_id):
-                block_id = self._free[-1]
-        last = self._free.pop()
+                block_id = free[-1]
+            place = places[block_id]
+        last = free.pop()
         if last != block_id:
-            place = self._place[block_id]
-            self._free[place] = last
-            self._place[last] = place
+            free[place] = last
+            places[last] = place
         self.ref_counts[block_id] = 1
         return block_id
 

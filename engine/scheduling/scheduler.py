@@ -396,9 +396,7 @@ class Scheduler:
                 if not blocks.num_available_blocks and not self._make_room(draft, sequence, 1, index):
                     index += sequence.state is SequenceState.RUNNING
                     continue
-                blocks.publish(sequence)
-                blocks.allocate(sequence, start + 1)
-                new_block_ids = sequence.block_table[-1:]
+                new_block_ids = [blocks.extend(sequence)]
             decodes.append(
                 ScheduledSequence(
                     sequence.sequence_id,
