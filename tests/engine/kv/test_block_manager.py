@@ -154,6 +154,23 @@ def test_a_block_computed_again_takes_the_place_of_a_cached_one():
     assert num_found(manager, second.token_ids) == 12
 
 
+def test_a_copied_block_that_another_has_outgrown_goes_when_the_plan_is_complete():
+    manager = BlockManager(20, 4)
+    (first,) = compute_together(manager, [0, 1])
+    manager.forget(first)
+    (grown,) = compute_together(manager, [0, 1, 2])
+    assert manager.num_cached_blocks == 1
+    last = make_sequence(2, 0)
+    last.token_ids = [0, 1, 9]
+    source, _ = manager.share(last, manager.find(last))
+    manager.forget(grown)
+    assert not manager.pool.is_free(source), "it is still to be copied"
+    manager.end_plan([])
+    audit(manager)
+    assert manager.pool.is_free(source)
+    assert num_found(manager, [0, 1, 2]) == 3
+
+
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
