@@ -54,6 +54,7 @@ def to_request(
         attach_grace_s=min(submit.attach_grace_s, max_attach_grace_s),
         prior_token_ids=_checked_priors(submit, model.vocab_size),
         finished_choices=_checked_finished(submit),
+        packed_prompt=submit.prompt_token_ids,
     )
 
 

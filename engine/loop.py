@@ -190,7 +190,7 @@ class EngineLoop:
             return
         assert loader.result is not None
         model, limits = loader.result
-        self._blocks = BlockManager(limits.num_blocks, limits.block_size)
+        self._blocks = BlockManager(limits.num_blocks, limits.block_size, self._config.enable_prefix_caching)
         scheduler_limits = SchedulerLimits(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -357,12 +357,14 @@ class EngineLoop:
     def _figures(self, query_id: int) -> Stats:
         now_s = self._clock()
         stats, scheduler, blocks, publisher = self._stats, self._scheduler, self._blocks, self._publisher
-        num_usable = blocks.num_free_blocks + blocks.num_owned_blocks
+        usage = scheduler.kv_usage()
         requests = self._requests.count_states()
         gauges = {
-            "kv_cache_usage": blocks.num_owned_blocks / num_usable,
-            "num_free_blocks": blocks.num_free_blocks,
-            "num_allocated_blocks": blocks.num_owned_blocks,
+            "kv_cache_usage": usage.num_owned_blocks / (blocks.pool.num_blocks - 1),
+            "kv_slot_utilization": usage.utilization,
+            "num_free_blocks": usage.num_free_blocks,
+            "num_allocated_blocks": usage.num_owned_blocks,
+            "num_cached_blocks": usage.num_cached_blocks,
             "num_running_requests": requests[SequenceState.RUNNING],
             "num_waiting_requests": requests[SequenceState.WAITING],
             "num_paused_requests": requests[SequenceState.PAUSED],
@@ -386,6 +388,9 @@ class EngineLoop:
             **stats.counters,
             "kept_streams_dropped_total": publisher.num_dropped,
             "copy_on_write_copies_total": blocks.num_block_copies,
+            "prefix_cache_evictions_total": blocks.num_evictions,
+            "prefix_hit_tokens_total": scheduler.num_prefix_hit_tokens,
+            "prefix_query_tokens_total": scheduler.num_prompt_tokens,
             "preemptions_total": scheduler.num_preemptions,
             "prefill_tokens_total": scheduler.num_prefill_tokens,
             "recomputed_tokens_total": scheduler.num_recomputed_tokens,

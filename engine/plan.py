@@ -38,7 +38,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     sequence and that has not reached the host (only with an executor that runs more than one step at once)."""
     new_block_ids: list[int]
     """To append to the executor's copy of the block table. For a sequence that the plan names new or readmitted:
-    the whole table, which may start with blocks that it shares with another choice of its request."""
+    the whole table, which may start with blocks that it shares with others or that were cached. Read only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class Request:
     """Continuation: the tokens that each choice has generated before; they count against max_tokens."""
     finished_choices: list[int] = field(default_factory=list)
     """Continuation: choices that ended before and are not run again."""
+    packed_prompt: bytes = b""
+    """The prompt as it came over the wire (protocol.pack_ids), so that nobody need pack it again; may be empty."""
     is_paused: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     first_scheduled_s: float = 0.0

@@ -93,6 +93,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Rule(STREAMS, "longest grace period of a re-attachable stream", ge=0, le=86400)
     ] = 300.0
     log_level: Annotated[LogLevel, Rule(OTHER, "least severe line that is logged")] = "info"
+    enable_prefix_caching: Annotated[
+        bool, Rule(MEMORY, "keep computed blocks and share them with requests that begin alike")
+    ] = True
 
     def __post_init__(self) -> None:
         check(self)

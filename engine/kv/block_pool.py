@@ -1,5 +1,6 @@
 """The blocks of KV memory: which are free, and how many owners each of the others has."""
 
+from collections.abc import Iterable
 from typing import Final
 
 _STRIDE: Final = 0.6180339887498949
@@ -7,10 +8,10 @@ _STRIDE: Final = 0.6180339887498949
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1, each free or owned. Every operation is O(1).
+    """Blocks 1 .. num_blocks - 1, each free, owned, or kept by the prefix tree. Every operation is O(1) a block.
 
-    Block 0 is never handed out: padding is written there. The states to come, cached and in transfer, would be kept
-    by whoever holds such a block; here it is then neither free nor has it references.
+    Block 0 is never handed out: padding is written there. A block without an owner that was not put back is in no
+    state of the pool's: whoever keeps it, keeps account of it.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,10 +30,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_owned(self) -> int:
-        return self.num_blocks - 1 - len(self._free)
-
     def is_free(self, block_id: int) -> bool:
         place = self._place[block_id]
         return place < len(self._free) and self._free[place] == block_id
@@ -44,30 +41,36 @@ class BlockPool:
         if it is free, so that a sequence mostly lies in one piece, which a CPU reads without a copy; otherwise a new
         run starts, far from the others.
         """
-        block_id = previous + 1
-        if not previous or block_id >= self.num_blocks or not self.is_free(block_id):
+        free, places, block_id = self._free, self._place, previous + 1
+        place = places[block_id] if previous and block_id < self.num_blocks else len(free)
+        if place >= len(free) or free[place] != block_id:
             self._num_runs += 1
             block_id = 1 + int(self._num_runs * _STRIDE % 1.0 * (self.num_blocks - 1))
             if not self.is_free(block_id):
-                block_id = self._free[-1]
-        last = self._free.pop()
+                block_id = free[-1]
+            place = places[block_id]
+        last = free.pop()
         if last != block_id:
-            place = self._place[block_id]
-            self._free[place] = last
-            self._place[last] = place
+            free[place] = last
+            places[last] = place
         self.ref_counts[block_id] = 1
         return block_id
 
-    def share(self, block_id: int) -> None:
-        """Add an owner to an owned block."""
-        assert self.ref_counts[block_id] > 0, f"block {block_id} has no owner to share with"
-        self.ref_counts[block_id] += 1
+    def claim(self, block_ids: Iterable[int]) -> None:
+        """Add an owner to each, which is owned or kept by the prefix tree."""
+        ref_counts = self.ref_counts
+        for block_id in block_ids:
+            ref_counts[block_id] += 1
 
-    def release(self, block_id: int) -> None:
-        """Take one owner away; the block is free when it was the last."""
+    def release(self, block_id: int) -> int:
+        """Take one owner away. Returns how many are left; without any, the caller puts it back or keeps it."""
         count = self.ref_counts[block_id] - 1
         assert count >= 0, f"block {block_id} was released more often than it was owned"
         self.ref_counts[block_id] = count
-        if not count:
-            self._place[block_id] = len(self._free)
-            self._free.append(block_id)
+        return count
+
+    def put_back(self, block_id: int) -> None:
+        """Free a block that has no owner."""
+        assert not self.ref_counts[block_id], f"block {block_id} is freed and has owners"
+        self._place[block_id] = len(self._free)
+        self._free.append(block_id)

@@ -12,13 +12,15 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from engine.kv.block_manager import BlockManager
+from engine.kv.block_manager import BlockManager, Match
 from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
 from engine.scheduling.queue import QueueFull, RunningList, WaitingQueue, order_key
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 
+_NO_BLOCKS: Final[list[int]] = []
+"""Of most decodes; a plan is read only."""
 _MAX_SKIPPED: Final = 64
 """Waiting sequences that a plan passes over, each of which costs about a microsecond."""
 
@@ -61,8 +63,12 @@ class KVUsage:
 
     num_owned_blocks: int
     num_free_blocks: int
+    num_cached_blocks: int
+    """In the prefix tree, without an owner."""
     num_computed_tokens: int
-    """Tokens in owned blocks, those of a shared block once: over the owned slots, this is the utilisation."""
+    """Tokens in owned blocks, those of a shared block once."""
+    utilization: float
+    """Computed tokens over the slots of owned blocks; 1 when none is owned."""
 
 
 class _Admission(Enum):
@@ -143,6 +149,10 @@ class Scheduler:
         """Tokens computed again after a preemption; prefill tokens, too."""
         self.num_wasted_tokens = 0
         """Tokens sampled for a sequence that had ended."""
+        self.num_prompt_tokens = 0
+        """Of requests that have begun to run."""
+        self.num_prefix_hit_tokens = 0
+        """Of these, tokens that were found in the prefix tree when the request began to run."""
 
     # figures
 
@@ -186,7 +196,14 @@ class Scheduler:
     def kv_usage(self) -> KVUsage:
         """O(blocks owned)."""
         blocks = self._blocks
-        return KVUsage(blocks.num_owned_blocks, blocks.num_free_blocks, blocks.num_computed_tokens())
+        num_owned, num_tokens = blocks.num_owned_blocks, blocks.num_computed_tokens()
+        return KVUsage(
+            num_owned_blocks=num_owned,
+            num_free_blocks=blocks.num_free_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_computed_tokens=num_tokens,
+            utilization=num_tokens / (num_owned * blocks.block_size) if num_owned else 1.0,
+        )
 
     # requests come, stand aside and go
 
@@ -301,6 +318,7 @@ class Scheduler:
                 self._plan_waiting(draft)
         if not draft.decodes and not draft.prefills:
             return None
+        self._blocks.end_plan(draft.prefilling)
         num_prefill_tokens = sum([entry.num_tokens for entry in draft.prefills])
         self.num_prefill_tokens += num_prefill_tokens
         self.num_decode_tokens += len(draft.decodes)
@@ -372,14 +390,13 @@ class Scheduler:
             if start + 1 >= sequence.max_len:
                 index += 1
                 continue  # the last token that it may have is on its way
-            new_block_ids: list[int] = []
+            new_block_ids = _NO_BLOCKS
             # A block that it has already is its own: whoever forks copies the block that both would write, at once.
             if start >= len(sequence.block_table) * block_size:
-                if not blocks.num_free_blocks and not self._make_room(draft, sequence, 1, index):
+                if not blocks.num_available_blocks and not self._make_room(draft, sequence, 1, index):
                     index += sequence.state is SequenceState.RUNNING
                     continue
-                blocks.allocate(sequence, start + 1)
-                new_block_ids = sequence.block_table[-1:]
+                new_block_ids = [blocks.extend(sequence)]
             decodes.append(
                 ScheduledSequence(
                     sequence.sequence_id,
@@ -404,7 +421,7 @@ class Scheduler:
         end = sequence.num_computed + chunk
         if chunk > 0:
             num_needed = self._blocks.num_needed(sequence, end)
-            if self._blocks.num_free_blocks >= num_needed or self._make_room(draft, sequence, num_needed, index):
+            if self._blocks.num_available_blocks >= num_needed or self._make_room(draft, sequence, num_needed, index):
                 self._schedule(draft, sequence, end)
         if sequence.is_prefilling:
             draft.num_partial += 1
@@ -436,7 +453,7 @@ class Scheduler:
         if self._limits.enable_chunked_prefill or len(self._running) >= self._max_running:
             return False
         for sequence in self._waiting:
-            if sequence.num_tokens - sequence.num_computed <= draft.budget_tokens:
+            if self._num_remaining(sequence) <= draft.budget_tokens:
                 return False
             if not sequence.block_table and self._find_parent(draft, sequence) != (None, False):
                 continue  # little is left to compute, or will be soon
@@ -457,14 +474,19 @@ class Scheduler:
         holds_blocks = bool(sequence.block_table)
         if num_tokens >= sequence.max_len or (sequence.num_pending and not holds_blocks):
             return _Admission.SKIPPED  # its newest token is on its way, and a recomputation needs it on the host
-        parent, shared = None, 0
-        if not holds_blocks and len(sequence.request.sequences) > 1:
-            parent, must_wait = self._find_parent(draft, sequence)
-            if must_wait:
-                draft.sharing.add(sequence.request)
+        parent, match, start = None, None, sequence.num_computed
+        if not holds_blocks:
+            match = blocks.find(sequence)
+            start = match.num_tokens
+            if start < _shared_len(sequence) and len(sequence.request.sequences) > 1:
+                parent, must_wait = self._find_parent(draft, sequence)
+                if must_wait:
+                    draft.sharing.add(sequence.request)
+                    return _Admission.SKIPPED
+                if parent is not None:
+                    start = _shared_len(sequence)
+            if parent is None and self._must_wait_for_prefix(draft, sequence):
                 return _Admission.SKIPPED
-            shared = _shared_len(sequence) if parent else 0
-        start = shared or sequence.num_computed
         chunk = self._chunk(draft, sequence, num_tokens - start)
         if chunk <= 0:
             return _Admission.SKIPPED if self._limits.enable_chunked_prefill else _Admission.BLOCKED
@@ -475,12 +497,16 @@ class Scheduler:
         if holds_blocks:
             num_needed = blocks.num_needed(sequence, num_tokens)
         else:
-            num_needed = blocks.num_needed_after_fork(shared, num_tokens)
-        if num_needed and not self._make_room_for_waiting(draft, sequence, num_needed):
+            num_needed = blocks.num_needed_after(start, num_tokens)
+        if num_needed and not self._make_room_for_waiting(draft, sequence, num_needed, None if parent else match):
             return _Admission.BLOCKED
 
         if parent is not None:
-            blocks.fork(parent, sequence, shared)
+            blocks.fork(parent, sequence, start)
+        elif match is not None:
+            copy = blocks.share(sequence, match)
+            if copy is not None:
+                draft.block_copies.append(copy)
         if sequence.is_known and not holds_blocks:
             draft.readmitted_ids.append(sequence.sequence_id)
         sequence.state = SequenceState.RUNNING
@@ -488,11 +514,41 @@ class Scheduler:
         self._num_prefilling += sequence.is_prefilling
         self._running.add(sequence)
         self._parked.discard(sequence)
+        if sequence.request in self._unstarted:
+            self._begin(sequence.request, 0 if match is None else match.num_tokens)
+        if sequence.is_prefilling:
+            blocks.announce(sequence)
         self._schedule(draft, sequence, start + chunk)
         if is_partial:
             draft.num_partial += 1
             draft.num_promised_blocks += blocks.num_needed(sequence, num_tokens)
         return _Admission.ADMITTED
+
+    def _begin(self, request: Request, num_cached_tokens: int) -> None:
+        """The first sequence of a request is scheduled for the first time."""
+        self._unstarted.remove(request)
+        request.first_scheduled_s = self._clock()
+        num_prompt = len(request.prompt_token_ids)
+        num_cached_tokens = min(num_cached_tokens, num_prompt)
+        for sequence in request.sequences:
+            sequence.num_cached_tokens = num_cached_tokens
+        self.num_prompt_tokens += num_prompt
+        self.num_prefix_hit_tokens += num_cached_tokens
+
+    def _must_wait_for_prefix(self, draft: _Draft, sequence: Sequence) -> bool:
+        """Whether another sequence is computing the next block of this one's prompt. Nobody waits for a lower
+        priority."""
+        producer = self._blocks.producer(sequence)
+        if producer is None or producer.request.priority > sequence.request.priority:
+            return False
+        draft.short.pop(sequence, None)
+        return True
+
+    def _num_remaining(self, sequence: Sequence) -> int:
+        """Tokens that a sequence which runs or waits has still to compute."""
+        if sequence.block_table or sequence.num_pending:
+            return sequence.num_tokens - sequence.num_computed
+        return sequence.num_tokens - self._blocks.find(sequence).num_tokens
 
     def _schedule(self, draft: _Draft, sequence: Sequence, end: int) -> None:
         """Put tokens [num_computed, end) of a sequence into the step. Blocks and budget have been checked."""
@@ -543,9 +599,6 @@ class Scheduler:
         draft.new_sequences.append(
             NewSequence(sequence.sequence_id, sequence.choice, request.sampling, sequence.num_prompt, eos_token_ids)
         )
-        if request in self._unstarted:
-            self._unstarted.remove(request)
-            request.first_scheduled_s = self._clock()
 
     def _chunk(self, draft: _Draft, sequence: Sequence, remaining: int) -> int:
         """How many of its `remaining` tokens a prefill may compute in this step; 0: none."""
@@ -570,11 +623,11 @@ class Scheduler:
                 if sequence.is_prefilling and remaining <= share and len(draft.short) < num_shares - 1:
                     draft.short[sequence] = remaining
         num_places = min(self._max_running - len(self._running), num_shares - 1 - len(draft.short))
-        num_free = self._blocks.num_free_blocks
+        num_available = self._blocks.num_available_blocks
         for sequence in islice(self._waiting, max(0, num_places)):
-            remaining = sequence.num_tokens - sequence.num_computed
-            if self._blocks.num_needed(sequence, sequence.num_tokens) > num_free:
+            if self._blocks.num_needed(sequence, sequence.num_tokens) > num_available:
                 break
+            remaining = self._num_remaining(sequence)
             if remaining <= share:
                 draft.short[sequence] = remaining
 
@@ -599,7 +652,7 @@ class Scheduler:
         done before their next owner writes.
         """
         draft.has_preempted = True
-        while self._blocks.num_free_blocks < num_needed:
+        while self._blocks.num_available_blocks < num_needed:
             victim = max(self._parked, key=_parked_rank, default=None) or self._running_victim(index)
             if victim is None:
                 return False
@@ -616,16 +669,20 @@ class Scheduler:
                 return running[place]
         return None
 
-    def _make_room_for_waiting(self, draft: _Draft, sequence: Sequence, num_needed: int) -> bool:
-        """Whether so many blocks are free for a waiting sequence, beside what those who run will need soon.
+    def _make_room_for_waiting(self, draft: _Draft, sequence: Sequence, num_needed: int, match: Match | None) -> bool:
+        """Whether so many blocks are free for a waiting sequence, beside those of its match and what those who run
+        will need soon.
 
         Takes blocks from paused sequences and from those behind it in the queue, never from running ones.
         """
+        blocks = self._blocks
         wanted = num_needed + draft.num_promised_blocks + len(self._running) // 4
-        while self._blocks.num_free_blocks < wanted:
+        if match is not None and blocks.has_room(match, wanted):
+            return True
+        while (num_available := blocks.num_available_blocks - (blocks.num_claimed(match) if match else 0)) < wanted:
             key = order_key(sequence)
             behind = [other for other in self._parked if other.state is SequenceState.PAUSED or order_key(other) > key]
-            if sum([len(other.block_table) for other in behind]) + self._blocks.num_free_blocks < wanted:
+            if sum([len(other.block_table) for other in behind]) + num_available < wanted:
                 return False
             self._preempt(max(behind, key=_parked_rank))
         return True
@@ -682,7 +739,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Free an ended sequence's blocks; the next plan lets the executor forget it."""
-        self._blocks.free(sequence)
+        self._blocks.forget(sequence)
         if sequence.is_known:
             self._preempted_ids.pop(sequence.sequence_id, None)
             self._finished_ids.append(sequence.sequence_id)
@@ -690,6 +747,7 @@ class Scheduler:
     def _leave_running(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self._num_prefilling -= sequence.is_prefilling
+        self._blocks.withdraw(sequence)
 
     def _deadline(self, request: Request) -> tuple[float, int, Request]:
         return request.deadline_at_s, request.sequences[0].sequence_id, request

@@ -11,7 +11,7 @@ import time
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -285,14 +285,21 @@ class ScriptedExecutor:
         if any(early.is_prefill and not late.is_prefill for early, late in pairwise(plan.scheduled)):
             raise PlanViolation(f"step {plan.step} has a decode after a prefill")
 
+    def spoil(self, block_ids: Iterable[int]) -> None:
+        """Wipe blocks that are free, so that a later read shows. With no step on its way.
+
+        The executor cannot know which blocks without an owner are free and which are kept for others to share.
+        """
+        nothing = array("i", [-1]) * self.block_size
+        for block_id in block_ids:
+            if self._owners[block_id]:
+                raise PlanViolation(f"block {block_id} is free and has an owner")
+            start = block_id * self.block_size
+            self._tokens[start : start + self.block_size] = nothing
+            self._positions[start : start + self.block_size] = nothing
+
     def _drop_table(self, known: _Known) -> None:
-        """Take the blocks away and spoil those without an owner, so that a later read shows."""
         self._owners.subtract(known.table)
-        for block_id in known.table:
-            if not self._owners[block_id]:
-                start = block_id * self.block_size
-                for slot in range(start, start + self.block_size):
-                    self._tokens[slot] = self._positions[slot] = -1
         known.table = []
         known.num_computed = 0
 
@@ -301,8 +308,8 @@ class ScriptedExecutor:
         if sources & set(destinations) or len(set(destinations)) != len(destinations):
             raise PlanViolation(f"a block is copied and overwritten at once: {copies}")
         for source, destination in copies:
-            if not self._owners[source]:
-                raise PlanViolation(f"block {source} is copied and has no owner")
+            if self._positions[source * self.block_size] < 0:
+                raise PlanViolation(f"block {source} is copied and holds nothing")
             if self._owners[destination] or not destination:
                 raise PlanViolation(f"block {destination} is overwritten by a copy and has an owner or is block 0")
             src, dst, size = source * self.block_size, destination * self.block_size, self.block_size
@@ -319,9 +326,7 @@ class ScriptedExecutor:
             )
         if is_new or known.is_preempted:
             known.num_computed = entry.start
-            shared = entry.new_block_ids[: entry.start // self.block_size]
-            if any(not self._owners[block_id] for block_id in shared):
-                raise PlanViolation(f"sequence {entry.sequence_id} starts at {entry.start} in blocks without an owner")
+            self._check_shared(entry)
             known.is_preempted = False
         if entry.start != known.num_computed:
             raise PlanViolation(
@@ -333,6 +338,18 @@ class ScriptedExecutor:
             raise PlanViolation(f"sequence {entry.sequence_id}: block 0 or a block twice in its table")
         known.table.extend(entry.new_block_ids)
         self._owners.update(entry.new_block_ids)
+
+    def _check_shared(self, entry: ScheduledSequence) -> None:
+        """A sequence that starts behind its first token starts behind tokens that are there, in their places."""
+        size = self.block_size
+        for start, block_id in zip(range(0, entry.start, size), entry.new_block_ids, strict=False):
+            num_tokens = min(size, entry.start - start)
+            found = self._positions[block_id * size : block_id * size + num_tokens]
+            if found != array("i", range(start, start + num_tokens)):
+                raise PlanViolation(
+                    f"sequence {entry.sequence_id} starts at {entry.start}, but its block {block_id} holds positions "
+                    f"{found.tolist()}"
+                )
 
     def _write(self, entry: ScheduledSequence) -> None:
         known = self._known[entry.sequence_id]

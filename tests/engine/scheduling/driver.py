@@ -8,9 +8,11 @@ from collections.abc import Sequence as Ids
 
 from engine.kv.audit import audit
 from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_tree import Node
 from engine.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_executor import EosRule, ScriptedExecutor, ScriptedLaunch
 
@@ -33,6 +35,7 @@ class Driver:
         enable_chunked_prefill: bool = True,
         max_model_len: int = 200,
         max_queue: int = 1000,
+        enable_prefix_caching: bool = True,
     ) -> None:
         self.now_s = 0.0
         self.executor = ScriptedExecutor(
@@ -55,7 +58,7 @@ class Driver:
             max_queue,
             self.executor.eos_token_ids,
         )
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.scheduler = Scheduler(self.limits, self.blocks, lambda: self.now_s)
         self.in_flight: deque[ScriptedLaunch] = deque()
         self.requests: list[Request] = []
@@ -74,10 +77,13 @@ class Driver:
         deadline_at_s: float = float("inf"),
         prior: list[list[int]] | None = None,
         finished_choices: list[int] | None = None,
+        tenant: str = "",
+        cache_salt: str | None = None,
         max_tokens: int = 8,
         temperature: float = 0.0,
         **sampling: int | bool | list[int],
     ) -> Request:
+        """Without a cache_salt the request shares no prefix with another."""
         params = SamplingParams(
             seed=len(self.requests),
             max_tokens=max_tokens,
@@ -94,8 +100,11 @@ class Driver:
             arrival_s=self.now_s,
             priority=priority,
             deadline_at_s=deadline_at_s,
+            tenant=tenant,
+            cache_salt=f"alone {len(self.requests)}" if cache_salt is None else cache_salt,
             prior_token_ids=prior or [],
             finished_choices=finished_choices or [],
+            packed_prompt=pack_ids(prompt) if len(self.requests) % 2 else b"",
         )
         self.scheduler.add(request)
         self.requests.append(request)
@@ -109,6 +118,7 @@ class Driver:
         running = self.scheduler._running.sequences
         protected = running[0] if running else None
         before = protected.num_preemptions if protected else 0
+        nodes = list(self.blocks.tree.nodes)
         plan = self.scheduler.plan()
         if protected is not None:
             assert protected.num_preemptions == before, "the oldest of the highest priority lost its blocks"
@@ -124,9 +134,20 @@ class Driver:
         num_partial = sum(sequence.is_prefilling for sequence in running)
         assert num_partial <= self.limits.max_num_partial_prefills
         assert num_partial == self.scheduler._num_prefilling
+        self._check_writes(plan, nodes)
         self.plans.append(plan)
         self.in_flight.append(self.executor.launch(plan, lambda: None))
+        self.executor.spoil(filter(self.blocks.pool.is_free, range(1, self.blocks.pool.num_blocks)))
         return plan
+
+    def _check_writes(self, plan: StepPlan, nodes: list[Node | None]) -> None:
+        """Nothing is written into a block that was in the tree before this plan and still is."""
+        for entry, sequence in zip(plan.scheduled, self.scheduler._launched[-1][1], strict=True):
+            size = self.blocks.block_size
+            for index in range(entry.start // size, -(-(entry.start + entry.num_tokens) // size)):
+                block_id = sequence.block_table[index]
+                node = nodes[block_id]
+                assert node is None or self.blocks.tree.nodes[block_id] is not node, f"block {block_id} is read-only"
 
     def collect(self) -> list[SequenceOutput]:
         """Take in the oldest step in flight, if there is one."""
@@ -178,7 +199,8 @@ class Driver:
                     self.check_one(sequence)
         scheduler = self.scheduler
         assert self.blocks.num_owned_blocks == 0
-        assert self.blocks.num_free_blocks == self.blocks.pool.num_blocks - 1
+        assert self.blocks.num_available_blocks == self.blocks.pool.num_blocks - 1
+        assert not self.blocks.places and not self.blocks.producers
         assert not scheduler.has_work
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_paused) == (0, 0, 0)
         assert scheduler.next_deadline_s == float("inf")

@@ -231,7 +231,7 @@ def test_a_step_that_preempts_admits_nobody():
         plan = driver.turn()
     assert plan.preempted_sequence_ids == [victim.sequence_id]
     assert not plan.new_sequences
-    assert driver.blocks.num_free_blocks >= 3
+    assert driver.blocks.num_available_blocks >= 3
     assert [facts.sequence_id for facts in driver.turn().new_sequences] == [due.sequence_id]
     driver.run().check_all()
 
@@ -543,14 +543,14 @@ def test_shared_blocks_count_once_in_the_usage():
     driver = Driver()
     driver.submit(prompt_of(13), n=3, max_tokens=4, temperature=1.0)
     driver.turn()
-    assert driver.scheduler.kv_usage() == KVUsage(4, 59, 13)
+    assert driver.scheduler.kv_usage() == KVUsage(4, 59, 0, 13, 13 / 16)
     driver.turn()
-    assert driver.scheduler.kv_usage() == KVUsage(3 + 3, 57, 12 + 2 + 1 + 1)
+    assert driver.scheduler.kv_usage() == KVUsage(3 + 3, 57, 0, 12 + 2 + 1 + 1, 16 / 24)
     driver.run().check_all()
 
 
 def test_another_choice_computes_the_prompt_when_the_first_ended_before_it_was_shared():
-    driver = Driver(max_num_seqs=1)
+    driver = Driver(max_num_seqs=1, enable_prefix_caching=False)
     request = driver.submit(prompt_of(9), n=3, max_tokens=1, temperature=1.0)
     driver.run().check_all()
     assert driver.scheduler.num_prefill_tokens == 27

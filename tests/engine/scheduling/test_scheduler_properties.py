@@ -11,6 +11,16 @@ from tests.engine.scheduling.driver import Driver
 from tests.support.scripted_executor import end_one_in
 
 VOCAB_SIZE = 40
+SHARED = list(range(3, 33))
+PROMPTS = st.one_of(
+    st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=30),
+    # The same beginning, to every length, and a tail of two different tokens: prefixes part at every offset.
+    st.builds(
+        lambda num_shared, tail: SHARED[:num_shared] + tail,
+        st.integers(0, 30),
+        st.lists(st.integers(3, 4), min_size=1, max_size=6),
+    ),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -26,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_partial_prefills=st.integers(1, 4),
         enable_chunked_prefill=st.booleans(),
         eos_odds=st.integers(5, 40),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
@@ -38,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_partial_prefills: int,
         enable_chunked_prefill: bool,
         eos_odds: int,
+        enable_prefix_caching: bool,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -51,10 +63,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=60,
             vocab_size=VOCAB_SIZE,
             eos_rule=end_one_in(eos_odds),
+            enable_prefix_caching=enable_prefix_caching,
         )
 
     @rule(
-        prompt=st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=30),
+        prompt=PROMPTS,
+        num_earlier=st.integers(0, 40),
+        earlier=st.integers(0, 100),
+        salt=st.sampled_from(["", "", "", "other"]),
+        tenant=st.sampled_from(["", "", "", "other"]),
         max_tokens=st.integers(1, 30),
         min_tokens=st.integers(0, 3),
         n=st.sampled_from([1, 1, 1, 2, 4]),
@@ -69,6 +86,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(
         self,
         prompt: list[int],
+        num_earlier: int,
+        earlier: int,
+        salt: str,
+        tenant: str,
         max_tokens: int,
         min_tokens: int,
         n: int,
@@ -80,7 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prior: int,
         has_finished: bool,
     ) -> None:
+        """Half the prompts begin with what an earlier sequence has, its answer included: the next turn of a chat."""
         driver = self.driver
+        sequences = [sequence for request in driver.requests for sequence in request.sequences]
+        if sequences and num_earlier > 10:
+            prompt = [*sequences[earlier % len(sequences)].token_ids[: num_earlier - 10], *prompt][:45]
         sampling = {
             "max_tokens": max_tokens,
             "min_tokens": min(min_tokens, max_tokens),
@@ -94,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt,
                 priority=priority,
                 deadline_at_s=driver.now_s + deadline_in_s,
+                tenant=tenant,
+                cache_salt=salt,
                 **sampling,  # type: ignore[arg-type]
             )
         except InvalidField:
@@ -113,6 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 sampling=request.sampling,
                 arrival_s=driver.now_s,
                 priority=priority,
+                tenant=tenant,
+                cache_salt=salt,
                 prior_token_ids=priors,
                 finished_choices=[0] if has_finished and n > 1 else [],
             )

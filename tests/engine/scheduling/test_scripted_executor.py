@@ -82,25 +82,40 @@ def test_a_freed_block_is_spoilt():
     device = Device()
     device.begin(1, [5, 6, 7, 8, 9], [1, 2], 0)
     device.run(plan_of(1, entry(2, 0, [5], [3]), new_sequences=[facts(2, 1)], finished_sequence_ids=[1]))
-    assert set(device.executor._tokens[4:12]) == {-1}
-    with pytest.raises(PlanViolation, match="blocks without an owner"):
-        device.run(plan_of(2, entry(3, 4, [9], [1, 4]), new_sequences=[facts(3, 5)]))
+    device.run(plan_of(2, entry(3, 4, [9], [1, 4]), new_sequences=[facts(3, 5)], finished_sequence_ids=[2]))
+    with pytest.raises(PlanViolation, match="block 1 is free and has an owner"):
+        device.executor.spoil([1])
+    device.executor.spoil([2, 3])
+    with pytest.raises(PlanViolation, match=r"block 2 holds positions \[-1, -1\]"):
+        device.run(plan_of(3, entry(4, 6, [9], [1, 2]), new_sequences=[facts(4, 7)], finished_sequence_ids=[3]))
+
+
+def test_a_block_shared_at_another_place_is_refused():
+    device = Device()
+    device.begin(1, list(range(3, 11)), [1, 2], 0)
+    with pytest.raises(PlanViolation, match="block 2 holds positions"):
+        device.run(plan_of(1, entry(2, 4, [9], [2, 3]), new_sequences=[facts(2, 5)]))
 
 
 def test_a_copy_carries_the_tokens_and_a_missing_one_shows():
     prompt = [5, 6, 7]
-    for copies, is_right in (([(1, 4)], True), ([], False)):
-        device = Device()
-        device.begin(1, prompt, [1], 0)
-        tokens = device.run(
-            plan_of(
-                1,
-                entry(2, 2, [7], [4], is_prefill=True),
-                new_sequences=[facts(2)],
-                block_copies=copies,
-            )
-        )
-        assert (tokens == device.executor.expected_tokens(prompt, 1)) is is_right
+    second = entry(2, 2, [7], [4], is_prefill=True)
+    device = Device()
+    device.begin(1, prompt, [1], 0)
+    tokens = device.run(plan_of(1, second, new_sequences=[facts(2)], block_copies=[(1, 4)]))
+    assert tokens == device.executor.expected_tokens(prompt, 1)
+    device = Device()
+    device.begin(1, prompt, [1], 0)
+    with pytest.raises(PlanViolation, match="block 4 holds positions"):
+        device.run(plan_of(1, second, new_sequences=[facts(2)]))
+
+
+def test_a_copy_of_other_tokens_gives_a_wrong_token():
+    device = Device()
+    device.begin(1, [5, 8, 7], [1], 0)
+    second = entry(2, 2, [7], [4], is_prefill=True)
+    tokens = device.run(plan_of(1, second, new_sequences=[facts(2)], block_copies=[(1, 4)]))
+    assert tokens != device.executor.expected_tokens([5, 6, 7], 1)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,7 @@ def test_a_copy_carries_the_tokens_and_a_missing_one_shows():
         (plan_of(1, entry(1, 0, [5, 6, 7], [1]), preempted_sequence_ids=[1]), "preempted True"),
         (plan_of(1, entry(1, 3, [9], []), readmitted_sequence_ids=[1]), "preempted False"),
         (plan_of(1, entry(1, 3, [9], []), block_copies=[(1, 4), (4, 5)]), "at once"),
-        (plan_of(1, entry(1, 3, [9], []), block_copies=[(8, 9)]), "no owner"),
+        (plan_of(1, entry(1, 3, [9], []), block_copies=[(8, 9)]), "holds nothing"),
         (plan_of(1, entry(1, 3, [9], []), block_copies=[(1, 0)]), "block 0"),
         (plan_of(1, entry(1, 3, [9], []), total_num_scheduled_tokens=2), "counts"),
         (plan_of(1, entry(1, 3, [9], []), num_decode_requests=0), "counts"),
