@@ -68,3 +68,6 @@ class StepTokens:
     """What a collected step sampled: one id for each scheduled entry with `samples`, in the plan's order."""
 
     token_ids: list[int]
+    """-1 for a sequence that is named in `failed`."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """sequence_id → why no token could be sampled for it. It ends with `error`; the others go on."""

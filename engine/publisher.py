@@ -17,10 +17,13 @@ from engine.sequence import Request, SequenceOutput
 from streamkv.errors import InvalidField
 from streamkv.log import fields
 from streamkv.protocol import Attached, EngineMessage, Finished, StepOutput, encode, pack_ids, pack_rows
+from streamkv.transport import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES: Final = 256 * 1024 * 1024
+_REST_BYTES: Final = 1024 * 1024
+"""Room in a frame for what is neither tokens nor the gateway's state."""
 NO_GATEWAY: Final = b""
 """Address of a stream whose gateway is gone."""
 
@@ -166,13 +169,17 @@ class Publisher:
         """Send the stream's tokens from `from_token` on, and let the further ones go to this address.
 
         The address that had it is told `abort`, cause `attached_elsewhere`. Raises InvalidField for tokens that do
-        not exist yet: they could not follow without a gap.
+        not exist yet, which could not follow without a gap, and for more of them than one frame can hold.
         """
         counts = stream.num_tokens()
         open_counts = [count for choice, count in counts.items() if choice not in stream.finished]
         most = min(open_counts) if open_counts else max(counts.values(), default=0)
         if not 0 <= from_token <= most:
             raise InvalidField("from_token", f"must be between 0 and {most}, the tokens generated, got {from_token}")
+        tokens = stream.tokens_from(from_token)
+        num_bytes = len(stream.gateway_state) + len(stream.prompt_token_ids) + sum(map(len, tokens))
+        if num_bytes > MAX_FRAME_BYTES - _REST_BYTES:
+            raise InvalidField("from_token", f"the stream's tokens from {from_token} on are too many to send at once")
         request = stream.request
         if request is not None:
             if request.gateway_id != NO_GATEWAY:
@@ -210,7 +217,7 @@ class Publisher:
                 stream.gateway_state,
                 stream.prompt_token_ids,
                 from_token,
-                stream.tokens_from(from_token),
+                tokens,
                 finished,
             ),
         )

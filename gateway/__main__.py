@@ -173,6 +173,8 @@ class _Process:
         """Once both the engine and the tokenizer are there: where the server is, and how to try it."""
         if not self._app[keys.ENGINE].is_ready or not self._app[keys.TOKENIZER].is_loaded:
             return
+        if self._app[keys.GENERATION].misfit:
+            return  # logged there
         if self._has_announced:
             logger.info("ready again")
             return

@@ -112,6 +112,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if "Allow" in error.headers:
             headers["Allow"] = error.headers["Allow"]
     except Exception as error:
+        if request.writer.output_size:  # a status line is out: a second answer would end up in the body of the first
+            logger.exception("a request failed after its headers")
+            if request.transport is not None:
+                request.transport.close()
+            return web.Response(status=499)
         answer = describe(error)
         if answer.status == 500:
             logger.exception("a request failed")

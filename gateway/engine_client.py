@@ -91,7 +91,7 @@ class Sink(Protocol):
         """The engine did not take it."""
 
     def break_off(self) -> None:
-        """One of the calls above raised: end with an error."""
+        """One of the calls here raised, or what it gave could not be sent: end with an error."""
 
     def attached(self, attached: Attached) -> None:
         """The engine's answer to an Attach: tokens from `from_token` on, those known already included."""
@@ -278,10 +278,15 @@ class EngineClient:
         if self.state is not EngineState.READY:
             self._unsent.add(sink)
             return
-        submit = sink.submission(self._take_id(sink))
+        try:
+            submit = sink.submission(self._take_id(sink))
+            is_sent = submit is not None and self._socket.send(encode(submit))
+        except Exception as error:  # too large for a frame, for one
+            self._break(sink, error)
+            return
         if submit is None:
             self._forget(sink)
-        elif not self._socket.send(encode(submit)):
+        elif not is_sent:
             self._unsent.add(sink)
         elif sink.is_paused:
             self.pause(sink)
@@ -389,7 +394,7 @@ class EngineClient:
 
     def _break(self, sink: Sink, error: Exception) -> None:
         """A fault of ours in one stream: it ends, the others and the connection do not notice."""
-        logger.error("a stream broke on what the engine sent", exc_info=error)
+        logger.error("a stream broke on its way from or to the engine", exc_info=error)
         self.abort(sink, "internal_error")
         sink.break_off()
 

@@ -6,10 +6,11 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from gateway.admission import Admission, UnknownModel
 from gateway.answers import AnswerForm
-from gateway.engine_client import EngineClient
+from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.metrics import GatewayMetrics
 from gateway.schema import ChatRequest, CompletionRequest, RequestLimits
 from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, new_stream_id
@@ -19,6 +20,9 @@ from streamkv.errors import InvalidField
 from streamkv.log import fields
 
 logger = logging.getLogger(__name__)
+
+MISFIT_RETRY_S: Final = 30.0
+"""Somebody has to start one of the two with another model first."""
 
 Request = ChatRequest | CompletionRequest
 
@@ -41,6 +45,11 @@ class TokenizerSource:
     def is_loaded(self) -> bool:
         task = self._task
         return task is not None and task.done() and not task.cancelled() and task.exception() is None
+
+    @property
+    def loaded(self) -> Tokenizer | None:
+        """None while it loads, and when it cannot be loaded."""
+        return self._task.result() if self._task is not None and self.is_loaded else None
 
     async def get(self) -> Tokenizer:
         """Raises ModelError when it cannot be loaded."""
@@ -84,6 +93,8 @@ class Generation:
         self._metrics = metrics
         self._live: dict[bytes, Stream] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
+        self._misfit_epoch = 0
+        """The engine life whose misfit is logged."""
         self._became_idle = asyncio.Event()
         self._became_idle.set()
 
@@ -96,6 +107,26 @@ class Generation:
         """What clients call the model; empty until the engine has said it."""
         ready = self._engine.ready
         return self._config.served_model_name or (ready.model.name if ready is not None else "")
+
+    @property
+    def misfit(self) -> str:
+        """Why the engine's model and this gateway's tokenizer cannot belong together; empty while nothing says so."""
+        ready, tokenizer = self._engine.ready, self._tokenizer.loaded
+        if ready is None or tokenizer is None or tokenizer.fits(ready.model.vocab_size):
+            return ""
+        message = (
+            f"the gateway's tokenizer has ids up to {tokenizer.vocab_size - 1}, but those of the engine's model "
+            f"{ready.model.name} end at {ready.model.vocab_size - 1}; start both with the same model"
+        )
+        if self._misfit_epoch != ready.epoch:
+            self._misfit_epoch = ready.epoch
+            logger.error("wrong model", extra=fields(error=message))
+        return message
+
+    def _check_fit(self) -> None:
+        """Raises EngineUnavailable when the engine runs another model than this gateway was started for."""
+        if message := self.misfit:
+            raise EngineUnavailable(message, MISFIT_RETRY_S)
 
     async def limits(self) -> RequestLimits:
         """What a request is checked against; of the engine's facts only what is known already."""
@@ -134,6 +165,7 @@ class Generation:
         if not prompt_token_ids:
             raise InvalidField(field, "gives no tokens at all; send some text")
         ready = await self._admission.enter()
+        self._check_fit()
         self.check_model(options.model)
         vocab_size = ready.model.vocab_size
         if not isinstance(request, ChatRequest) and max(prompt_token_ids) >= vocab_size:
@@ -174,7 +206,11 @@ class Generation:
     def start(self, prepared: Prepared, outlet: Outlet) -> Stream:
         """Submit it. Its owner cancels the stream when its client goes."""
         stream = self._new_stream(new_stream_id(), prepared.tokenizer, outlet, prepared.arrived, 0)
-        stream.begin(prepared.state, prepared.prompt_token_ids)
+        try:
+            stream.begin(prepared.state, prepared.prompt_token_ids)
+        except BaseException:
+            self._remove(stream)
+            raise
         self._metrics.num_prompt_tokens += len(prepared.prompt_token_ids)
         return stream
 
@@ -185,11 +221,16 @@ class Generation:
         """
         tokenizer = await self._tokenizer.get()
         await self._admission.enter()
+        self._check_fit()
         old = self._live.get(stream_id)
         if old is not None:
             old.hand_over()
         stream = self._new_stream(stream_id, tokenizer, outlet, asyncio.get_running_loop().time(), from_token)
-        stream.begin_attach()
+        try:
+            stream.begin_attach()
+        except BaseException:
+            self._remove(stream)
+            raise
         self._metrics.num_attached += 1
         return stream
 
@@ -252,12 +293,16 @@ class Generation:
         for stream in list(self._live.values()):
             stream.cancel(cause)
 
-    def _on_end(self, stream: Stream) -> None:
+    def _remove(self, stream: Stream) -> None:
+        """It is not live any more, if it was."""
         if self._live.get(stream.stream_id) is stream:
             del self._live[stream.stream_id]
             self._timers.pop(stream.stream_id).cancel()
             if not self._live:
                 self._became_idle.set()
+
+    def _on_end(self, stream: Stream) -> None:
+        self._remove(stream)
         metrics, times = self._metrics, stream.times
         num_output = stream.num_output
         metrics.num_output_tokens += num_output

@@ -62,6 +62,8 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     label: str = ""
     key: str = ""
     """Whose stream it is; empty without API keys."""
+    ended: tuple[Finished, ...] = ()
+    """How choices ended under earlier engines; only the gateway can tell a later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Outlet(Protocol):
 
 
 class _Choice:
-    __slots__ = ("detokenizer", "ending", "gathered", "index", "num_sent", "token_ids")
+    __slots__ = ("detokenizer", "ending", "finished", "gathered", "index", "num_sent", "token_ids")
 
     def __init__(self, index: int, detokenizer: Detokenizer) -> None:
         self.index = index
@@ -119,6 +121,8 @@ class _Choice:
         self.num_sent = 0
         """How many of token_ids the client was told of."""
         self.ending: Ending | None = None
+        self.finished: Finished | None = None
+        """What the engine said of its end; None when it ended here."""
 
 
 @dataclass(slots=True)
@@ -170,7 +174,8 @@ class Stream:
         self._takes_pieces = False
         """Choice 0 is past its first token, alone, and holds nothing back: a token's text is its piece."""
         self._num_open = 0
-        self._num_submissions = 0
+        self._epochs: set[int] = set()
+        """The engine lives it was submitted to."""
         self._is_done = False
         self._reasons_to_pause: set[str] = set()
         self.failure: StreamKVError | None = None
@@ -250,17 +255,19 @@ class Stream:
     def submission(self, request_id: int) -> Submit | None:
         state = self._state
         assert state is not None
-        if self._num_submissions >= MAX_ENGINE_DEATHS:
+        ready = self._engine.ready
+        self._epochs.add(ready.epoch if ready is not None else 0)
+        if len(self._epochs) > MAX_ENGINE_DEATHS:
             self._fail(EngineFault(f"the engine ended {MAX_ENGINE_DEATHS} times while it worked on this request"))
             return None
-        self._num_submissions += 1
         has_prior = any(choice.token_ids for choice in self._choices)
+        ended = tuple(choice.finished for choice in self._choices if choice.finished is not None)
         return Submit(
             request_id=request_id,
             stream_id=self._stream_id,
             prompt_token_ids=self._prompt,
             sampling=state.sampling,
-            gateway_state=msgspec.msgpack.encode(state),
+            gateway_state=msgspec.msgpack.encode(msgspec.structs.replace(state, ended=ended)),
             prior_token_ids=[pack_ids(choice.token_ids) for choice in self._choices] if has_prior else [],
             finished_choices=[choice.index for choice in self._choices if choice.ending is not None],
             priority=state.priority,
@@ -293,6 +300,8 @@ class Stream:
             return
         choice = self._choices[finished.choice]
         self.num_cached = max(self.num_cached, finished.num_cached_tokens)
+        if choice.ending is None:
+            choice.finished = finished
         self._take_tokens(choice, finished)
 
     def flush(self) -> None:
@@ -345,8 +354,9 @@ class Stream:
         for index, packed in enumerate(attached.token_ids[: len(self._choices)]):
             choice = self._choices[index]
             choice.gathered.extend(unpack_ids(packed)[len(choice.token_ids) - attached.from_token :])
+        known = {finished.choice: finished for finished in self._state.ended} if self._state is not None else {}
         for finished in attached.finished:
-            self.finish(finished)
+            self.finish(known.get(finished.choice, finished))
         self.flush()
         if not self.started.done():
             self.started.set_result(None)

@@ -121,6 +121,8 @@ class Tokenizer:
         self._unknown_text = None if self._unknown_id is None else parsing.id_to_token(self._unknown_id)
         self.vocabulary = _read_vocabulary(facts, parsing, special_ids, min_vocab_size)
         self.vocab_size = self.vocabulary.size
+        self._model_vocab_size = min_vocab_size
+        self._num_ids = max(parsing.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
 
     @classmethod
@@ -156,6 +158,11 @@ class Tokenizer:
             chat_template=_read_chat_template(folder, config) if template is None else template,
             min_vocab_size=_read_vocab_size(model_config),
         )
+
+    def fits(self, vocab_size: int) -> bool:
+        """Whether a model of so many ids can be this tokenizer's: it takes every id of it. It may have more, as
+        padding; and it may have fewer where the tokenizer's own model has just as many, so with a token unused."""
+        return self._num_ids <= vocab_size or self._model_vocab_size == vocab_size
 
     @property
     def has_chat_template(self) -> bool:

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ CACHE_DTYPE = torch.float32
 costs more than reading a wider one. So a token takes twice the memory that a bfloat16 cache would take."""
 
 _AVAILABLE_SHARE = 0.9
-"""Of the memory that the system calls available, the most that the pool takes."""
+"""Of the memory that this process could still have, the most that the pool takes."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def bytes_per_block(model: ModelConfig, block_size: int) -> int:
 def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | None) -> PoolSize:
     """How many blocks kv_cache_memory_gib buys, and the longest sequence that they hold.
 
-    available_bytes: memory that the system could give; None: unknown. A wish over it is cut, and logged.
+    available_bytes: memory that this process could still have; None: unknown. A wish over it is cut, and logged.
     A limit that comes from the model is lowered to what fits, and logged; one that the user has set is not touched.
     Raises ConfigError when not one sequence of max_model_len tokens fits, and says which length would.
     """
@@ -54,7 +53,7 @@ def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | N
     if available_bytes is not None and budget_bytes > available_bytes * _AVAILABLE_SHARE:
         budget_bytes = int(available_bytes * _AVAILABLE_SHARE)
         logger.warning(
-            "less KV memory than asked for: the system has no more",
+            "less KV memory than asked for: the machine, or the limit on this process, has no more",
             extra=fields(asked_gib=config.kv_cache_memory_gib, taken_gib=budget_bytes / GIB),
         )
     wanted_len = config.max_model_len or model_limit
@@ -85,19 +84,6 @@ def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | N
         ),
     )
     return PoolSize(num_blocks, fitting_len)
-
-
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """What the system could still give without swapping; None where it does not say."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return None
 
 
 class KvCache:

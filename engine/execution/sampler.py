@@ -17,6 +17,7 @@ w = exp((logit - highest) / temperature):
     top_p   w >= t for the largest t at which the tokens kept reach top_p of what the filters before have kept
 """
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -25,10 +26,18 @@ import torch.nn.functional as F
 
 from engine.execution.philox import philox4x32, uniform_double
 from engine.plan import NewSequence
-from streamkv.errors import StreamKVError
+from streamkv.log import fields
 from streamkv.sampling import SamplingParams
 
 PURPOSE_TOKEN = 0
+
+NO_TOKEN = -1
+"""In place of a token id for a row without usable logits."""
+UNUSABLE_LOGITS = (
+    "the model gave no usable logits for this sequence (a NaN, an infinity, or every token banned), so no token can be "
+    "chosen"
+)
+"""Why there is no token, as the client reads it."""
 
 _TILE = 256
 """Ids per tile. Maxima and sums of tiles come first: most tiles are never looked at again."""
@@ -37,9 +46,7 @@ _MIN_TEMPERATURE = 1e-6
 _MAX_SORTED = 2048
 """Weights that are sorted at once; of more, those round the threshold are found first."""
 
-
-class NonFiniteLogits(StreamKVError):
-    """The model gave a sequence no usable logits: a NaN, an infinity, or nothing but bans."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
     """logits: [len(rows), vocab_size] float32, changed in place by bans → a token id for each row.
 
     A row's token depends on its logits and its SampledRow alone. Greedy rows cost one pass over their logits.
-    Raises NonFiniteLogits when a row's highest logit is no finite number.
+    A row whose highest logit is no finite number gets NO_TOKEN, and is logged; the others get theirs.
     """
     if not rows:
         return []
@@ -67,16 +74,19 @@ def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
     tile_maxima = tiles.amax(-1)
     maxima, best_tiles = tile_maxima.max(-1)
     highest = maxima.tolist()
-    for row, value in zip(rows, highest, strict=True):
-        if not math.isfinite(value):
-            raise NonFiniteLogits(
-                f"the model's highest logit for sequence {row.sequence.sequence_id} at position {row.position} is "
-                f"{value}, so no token can be chosen; the weights may be damaged or overflow this dtype"
-            )
     # The first tile that holds the maximum, and the first place in it, are the lowest id on a tie.
     greedy = best_tiles * _TILE + tiles[torch.arange(len(rows)), best_tiles].argmax(-1)
     token_ids: list[int] = greedy.tolist()
-    drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.is_greedy]
+    for i, value in enumerate(highest):
+        if not math.isfinite(value):
+            token_ids[i] = NO_TOKEN
+            logger.error(
+                "no usable logits; the weights may be damaged or overflow this dtype",
+                extra=fields(
+                    sequence_id=rows[i].sequence.sequence_id, position=rows[i].position, highest_logit=str(value)
+                ),
+            )
+    drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.is_greedy and token_ids[i] != NO_TOKEN]
     if drawn:
         uniforms = _draw([rows[i] for i in drawn])
         for i, uniform in zip(drawn, uniforms, strict=True):

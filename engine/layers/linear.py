@@ -11,13 +11,14 @@ So bfloat16 weights without the instructions for them are read as they are for o
 bandwidth, and as packed float32 for more, which is bound by arithmetic.
 """
 
-import os
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
 import torch.nn.functional as F
+
+from engine.memory import available_memory_bytes
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 """[num_tokens, in_features] → [num_tokens, out_features], bias added, in the activations' dtype."""
@@ -173,7 +174,9 @@ def choose_cpu_method(dtype: torch.dtype, num_weights: int) -> LinearMethod:
         return PackedMethod(dtype)
     # float16's range is too small to round the activations of every model to it, so its products are all float32.
     max_plain_tokens = _measure_max_plain_tokens(dtype) if dtype == torch.bfloat16 else 0
-    if not can_pack or 4 * num_weights > _PACKED_SHARE * _available_memory_bytes():
+    available_bytes = available_memory_bytes()
+    has_room = available_bytes is None or 4 * num_weights <= _PACKED_SHARE * available_bytes
+    if not (can_pack and has_room):
         return UpcastMethod(max_plain_tokens)
     return SplitMethod(dtype, max_plain_tokens) if max_plain_tokens else PackedMethod(torch.float32)
 
@@ -204,16 +207,3 @@ def _time_s(product: Product, x: torch.Tensor) -> float:
     start = time.perf_counter()
     product(x)
     return time.perf_counter() - start
-
-
-def _available_memory_bytes() -> int:
-    """What this process may still take, by the kernel and by its control group; a guess when neither tells."""
-    limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    try:
-        with open("/proc/meminfo") as meminfo:
-            limits = [1024 * int(line.split()[1]) for line in meminfo if line.startswith("MemAvailable:")] or limits
-        with open("/sys/fs/cgroup/memory.max") as most, open("/sys/fs/cgroup/memory.current") as current:
-            limits.append(int(most.read()) - int(current.read()))
-    except (OSError, ValueError):  # no such files, or a limit that reads `max`
-        return min(limits)
-    return min(limits)

@@ -359,6 +359,10 @@ class Scheduler:
                 continue
             if not entry.samples:
                 continue
+            if token_id < 0:
+                self._finish(sequence)
+                outputs.append(self._end(sequence, [], "error", tokens.failed[sequence.sequence_id], -1))
+                continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
             if entry.is_prefill and not sequence.request.first_token_s:

@@ -24,7 +24,8 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Whether the engine takes work: 200, or 503 with the stage of its start and how far that is."""
+    """Whether the engine takes work: 200, or 503 with the stage of its start and how far that is,
+    or with what is wrong."""
     engine, admission = request.app[keys.ENGINE], request.app[keys.ADMISSION]
     if admission.is_draining:
         return _json({"status": "draining", "stage": "shutting down", "percent": 0.0}, 503, {"Retry-After": "5"})
@@ -39,6 +40,8 @@ async def ready(request: web.Request) -> web.Response:
         return _json(
             {"status": "loading", "stage": "loading the tokenizer", "percent": 99.0}, 503, {"Retry-After": "1"}
         )
+    if misfit := request.app[keys.GENERATION].misfit:
+        return _json({"status": "wrong_model", "stage": misfit, "percent": 0.0}, 503, {"Retry-After": "30"})
     return _json({"status": "ready", "stage": "ready", "percent": 100.0})
 
 

@@ -1,6 +1,7 @@
 """GET /v1/stream: many generations on one WebSocket. docs/websocket.md is the protocol."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ MAX_GENERATIONS: Final = 1024
 MAX_ID_CHARS: Final = 128
 MAX_GRACE_S: Final = 3600.0
 _PING_S: Final = 20.0
+_MAX_SILENT_PINGS: Final = 2
+"""Pings in a row, and nothing received, after which a client that has read everything is gone."""
+_MAX_STUCK_PINGS: Final = 15
+"""Ping times in which a client that has not read everything may take nothing and say nothing."""
 _MAX_UNREAD_TIMES: Final = 4
 """Unread output, in times of what pauses the generations, at which no further message is read."""
 _OFF_LOOP_BYTES: Final = 128 * 1024
@@ -33,7 +38,7 @@ async def stream_socket(request: web.Request) -> web.WebSocketResponse:
     app = request.app
     socket = web.WebSocketResponse(
         protocols=(JSON_PROTOCOL, MSGPACK_PROTOCOL),
-        heartbeat=_PING_S,
+        autoping=False,  # pongs are to be seen: aiohttp's own heartbeat cuts a slow reader, whose ping waits unread
         max_msg_size=app[keys.CONFIG].max_body_bytes,
         compress=False,
     )
@@ -42,10 +47,14 @@ async def stream_socket(request: web.Request) -> web.WebSocketResponse:
         return socket
     session = _Session(app, is_msgpack=socket.ws_protocol == MSGPACK_PROTOCOL, transport=request.transport)
     app[keys.SOCKETS].live.add(socket)
+    watching = asyncio.create_task(session.watch(socket, request.transport))
     try:
         async for message in socket:
+            if message.type is WSMsgType.PING:
+                await socket.pong(message.data)
             await session.take(message)
     finally:
+        watching.cancel()
         app[keys.SOCKETS].live.discard(socket)
         session.close()
     if socket.close_code == WSCloseCode.MESSAGE_TOO_BIG:
@@ -78,11 +87,13 @@ class _Session:
         self._writer.open(transport)
         self._drained = asyncio.Event()
         self._drained.set()
+        self._num_received = 0
         self._live: dict[str, _Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self, message: WSMessage) -> None:
         """One message of the client. Whatever is wrong with it is answered, and the socket stays open."""
+        self._num_received += 1
         await self._wait_for_reader()
         client_id: str | None = None
         try:
@@ -109,6 +120,25 @@ class _Session:
                 self._steer(kind, client_id)
         except (StreamKVError, UnicodeEncodeError) as error:
             self._send_error(client_id, error)
+
+    async def watch(self, socket: web.WebSocketResponse, transport: asyncio.WriteTransport) -> None:
+        """Ping the client, and break the connection off when it is gone.
+
+        A ping waits behind what the client has not read, so a missing pong says nothing of a slow reader: that one
+        lives as long as it takes something.
+        """
+        num_missed = num_received = num_taken = 0
+        with contextlib.suppress(ConnectionResetError):
+            while num_missed <= (_MAX_STUCK_PINGS if self._writer.num_unread else _MAX_SILENT_PINGS):
+                if not self._writer.num_unread:
+                    await socket.ping()
+                await asyncio.sleep(_PING_S)
+                taken = self._writer.num_bytes - self._writer.num_unread
+                lives = self._num_received != num_received or (self._writer.num_unread and taken != num_taken)
+                num_missed = 0 if lives else num_missed + 1
+                num_received, num_taken = self._num_received, taken
+            logger.info("broke a WebSocket off: its client is gone")
+            transport.abort()
 
     async def _wait_for_reader(self) -> None:
         """A client that sends and does not read is not listened to: each of its messages is worth an answer. A cancel

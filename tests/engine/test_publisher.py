@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+import engine.publisher
 from engine.publisher import NO_GATEWAY, Publisher
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
 from streamkv.errors import InvalidField
@@ -248,3 +249,20 @@ def test_a_new_stream_may_take_the_name_of_one_that_has_ended(publisher: Publish
     assert stream is not None and stream.request is second
     assert (publisher.num_live, publisher.num_kept, publisher.kept_bytes) == (1, 0, 0)
     assert publisher.expire(51.0) == [] and publisher.find(second.stream_id) is stream
+
+
+def test_a_tail_too_large_for_a_frame_is_refused_and_a_shorter_one_sent(
+    wire: Wire, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_at(A, 1, grace_s=5.0)
+    publisher.add(request)
+    publisher.publish([output(request, *range(600))], 1.0)
+    wire.sent.clear()
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    monkeypatch.setattr(engine.publisher, "MAX_FRAME_BYTES", engine.publisher._REST_BYTES + 2000)
+    with pytest.raises(InvalidField, match="too many"):
+        publisher.attach(stream, B, 1, 0)
+    assert wire.sent == [] and publisher.at(A, 1) is stream, "a refused attach changes nothing"
+    publisher.attach(stream, B, 1, 200)
+    assert publisher.at(B, 1) is stream

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.engine_client import ACK_BYTES, EngineClient, EngineState, EngineUnavailable
@@ -28,7 +29,7 @@ from streamkv.protocol import (
     pack_ids,
 )
 from streamkv.sampling import SamplingParams
-from streamkv.transport import EngineSocket
+from streamkv.transport import MAX_FRAME_BYTES, EngineSocket
 from tests.support.running_gateway import eventually
 from tests.support.scripted_engine import free_endpoint, serving
 from tests.support.scripted_executor import ScriptedExecutor
@@ -49,6 +50,7 @@ class RecordingSink:
         self.num_submissions = self.num_flushes = 0
         self.is_paused = False
         self.raises = False
+        self.padding = b""
         self.is_broken = False
 
     def push_token(self, token_id: int) -> None:
@@ -81,7 +83,7 @@ class RecordingSink:
         self.num_submissions += 1
         sampling = SamplingParams(seed=0, max_tokens=self.max_tokens, temperature=0.0)
         prior = [pack_ids(self.tokens)] if self.tokens else []
-        return Submit(request_id, self.stream_id, pack_ids(PROMPT), sampling, prior_token_ids=prior)
+        return Submit(request_id, self.stream_id, pack_ids(PROMPT), sampling, self.padding, prior_token_ids=prior)
 
     @property
     def num_known_tokens(self) -> int:
@@ -434,3 +436,19 @@ async def test_frames_behind_one_that_makes_no_sense_are_handed_out(bare: BareEn
         bare.send(StepOutput(3, pack_ids([request_id]), pack_ids([6]), finished=[Finished(request_id, 0, "length")]))
         await eventually(lambda: sink.is_done)
         assert sink.tokens[-1] == 6 and client.is_ready
+
+
+async def test_a_stream_too_large_to_submit_again_is_that_streams_end_only(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sinks = [RecordingSink(stream_id=name * 16) for name in (b"a", b"b", b"c")]
+        for sink in sinks:
+            client.submit(sink)
+        await bare.wait_for(Submit, 3)
+        sinks[0].padding = bytes(MAX_FRAME_BYTES)
+        bare.send(msgspec.structs.replace(READY, epoch=78))
+        again = [(await bare.wait_for(Submit, number)).stream_id for number in (4, 5)]
+        assert set(again) == {sinks[1].stream_id, sinks[2].stream_id}
+        assert [sink.is_broken for sink in sinks] == [True, False, False] and client.num_live == 2

@@ -406,6 +406,25 @@ async def test_a_request_that_ends_its_engine_every_time_is_failed() -> None:
                 assert after["usage"]["completion_tokens"] == 5
 
 
+async def test_a_request_that_the_model_fails_on_is_told_so_once_and_the_others_go_on() -> None:
+    poison = expected(40, ignore_eos=True)[20]
+    num_before = expected(40, ignore_eos=True).index(poison) + 1
+    with serving(executor(poison_token=poison)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            stream, (status, answer), (other_status, other) = await asyncio.gather(
+                gateway.events(TEXT, body(max_tokens=40, ignore_eos=True, return_token_ids=True)),
+                gateway.post(TEXT, body(max_tokens=40, ignore_eos=True)),
+                gateway.post(TEXT, body(max_tokens=num_before, ignore_eos=True)),
+            )
+            assert gateway.app[keys.ENGINE].num_engine_losses == 0
+    assert stream.reasons() == {0: ["error"]} and stream.data[-1] == "[DONE]"
+    errors = [event["error"] for event in stream.objects if "error" in event]
+    assert [(error["code"], error["message"]) for error in errors] == [("engine_error", "poisoned")]
+    assert stream.text() == small_tokenizer().decode(expected(num_before, ignore_eos=True))
+    assert status == 500 and answer["error"] == errors[0]
+    assert other_status == 200 and other["usage"]["completion_tokens"] == num_before
+
+
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"max_tokens": 0}, 400, "max_tokens"),
     (TEXT, {"max_tokens": True}, 400, "max_tokens"),

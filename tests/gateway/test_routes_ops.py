@@ -10,15 +10,21 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import keys
+from gateway.app import Server, make_app
+from gateway.schema import parse_completion
+from gateway.streams import NoOutlet, Stream
+from streamkv.config import GatewayConfig
 from streamkv.errors import ModelError
 from tests.support.running_gateway import (
     MODEL,
     VOCAB_SIZE,
     RunningGateway,
     eventually,
+    eventually_async,
     running_gateway,
     small_tokenizer,
 )
@@ -264,3 +270,63 @@ async def test_streams_that_outlast_the_drain_are_told_so() -> None:
             stream = await streamed
             assert stream.reasons() == {0: ["abort"]} and stream.data[-1] == "[DONE]"
             assert (await whole)[1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_an_engine_with_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE - 1)) as engine:
+        async with running_gateway(engine.endpoint, is_ready=False) as gateway:
+
+            async def is_wrong() -> bool:
+                status, text = await gateway.get("/ready")
+                return status == 503 and json.loads(text)["status"] == "wrong_model"
+
+            await eventually_async(is_wrong)
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                prompt = (
+                    {"prompt": "one"}
+                    if path == "/v1/completions"
+                    else {"messages": [{"role": "user", "content": "one"}]}
+                )
+                status, answer = await gateway.post(path, prompt)
+                assert status == 503 and "tokenizer" in answer["error"]["message"]
+    assert [record.message for record in caplog.records].count("wrong model") == 1
+
+
+async def test_an_engine_with_padded_ids_is_taken() -> None:
+    with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE + 12)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            assert (await gateway.get("/ready"))[0] == 200
+
+
+async def test_a_fault_after_the_headers_breaks_the_connection_off() -> None:
+    async def fail_late(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first")
+        raise RuntimeError("a fault of ours")
+
+    with free_endpoint() as endpoint:
+        app = make_app(GatewayConfig(port=0), small_tokenizer, endpoint=endpoint)
+        app.router.add_get("/late", fail_late)
+        server = Server(app)
+        await server.start("127.0.0.1", 0)
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+            writer.write(b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n")
+            raw = await asyncio.wait_for(reader.read(), 5)
+            writer.close()
+        finally:
+            await server.close()
+    assert raw.endswith(b"5\r\nfirst\r\n") and raw.count(b"HTTP/1.1") == 1
+
+
+async def test_a_request_that_could_not_be_begun_is_not_live(gateway: RunningGateway) -> None:
+    class Broken(NoOutlet):
+        def begin(self, stream: Stream) -> None:
+            raise RuntimeError("a fault of ours")
+
+    service = gateway.app[keys.GENERATION]
+    prepared = await service.prepare(parse_completion(b'{"prompt": "one"}', await service.limits()))
+    with pytest.raises(RuntimeError):
+        service.start(prepared, Broken())
+    assert service.num_live == 0 and await service.wait_idle(0.1)

@@ -9,7 +9,7 @@ import pytest
 from gateway.engine_client import EngineClient
 from gateway.streams import MAX_ENGINE_DEATHS, BoundedWriter, Ending, Outbox, Stream, StreamState, Usage
 from streamkv.errors import StreamKVError
-from streamkv.protocol import Attached, Finished, pack_ids
+from streamkv.protocol import WIRE_VERSION, Attached, Finished, ModelFacts, Ready, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import eventually, small_tokenizer
 from tests.support.scripted_engine import free_endpoint
@@ -84,6 +84,16 @@ def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
     return stream
 
 
+def attaching_stream(told: Told) -> Stream:
+    """A stream of another gateway's, whose attach is not yet answered."""
+    with free_endpoint() as endpoint:
+        engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
+    engine.close()
+    return Stream(
+        engine, small_tokenizer(), told, stream_id=b"s" * 16, arrived=0.0, on_end=lambda _: None, from_token=0
+    )
+
+
 def text(ids: Sequence[int]) -> bytes:
     return msgspec.json.encode(small_tokenizer().decode(ids))[1:-1]
 
@@ -122,14 +132,54 @@ async def test_a_continuation_holds_every_token_and_the_client_none_twice() -> N
     assert (told.text, told.token_ids) == (text(IDS), IDS)
 
 
+def live_at(stream: Stream, epoch: int) -> None:
+    """The engine of now is this life of it."""
+    stream._engine.ready = Ready(WIRE_VERSION, epoch, ModelFacts("m", 1000, 1000, [2]), 16, 100, 8, 512)
+
+
 async def test_a_stream_under_which_engines_keep_dying_is_failed() -> None:
     told = Told()
     stream = begun(told)
-    for request_id in range(MAX_ENGINE_DEATHS):
-        assert stream.submission(request_id) is not None
+    for epoch in range(MAX_ENGINE_DEATHS):
+        live_at(stream, epoch + 1)
+        assert stream.submission(epoch) is not None
+    live_at(stream, 9)
     assert stream.submission(9) is None
     assert stream.is_done and told.num_closed == 1 and told.failure is not None
     assert [end.finish_reason for end in told.ends] == ["error"]
+
+
+async def test_a_stream_submitted_often_to_one_engine_is_not_failed() -> None:
+    told = Told()
+    stream = begun(told)
+    for request_id in range(3 * MAX_ENGINE_DEATHS):
+        live_at(stream, 1 + request_id % 2)
+        assert stream.submission(request_id) is not None
+    assert not stream.is_done
+
+
+async def test_who_attaches_after_a_restart_learns_how_choices_ended_before_it() -> None:
+    eos = 2
+    told, sampling = Told(), SamplingParams(seed=1, max_tokens=50, temperature=0.0, n=4)
+    stream = begun(told, sampling=sampling, stop=("three",))
+    for choice, ids in enumerate((IDS[:2], [*IDS[:2], eos], IDS, IDS[:1])):
+        stream.push(choice, ids)
+    stream.finish(Finished(1, 0, "length", num_cached_tokens=2))
+    stream.finish(Finished(1, 1, "stop", "eos", stop_token_id=eos))
+    stream.flush()
+    assert len(told.ends) == 3, "the third ends by its stop string"
+    submit = stream.submission(8)
+    assert submit is not None and submit.finished_choices == [0, 1, 2]
+    unknown = [Finished(9, choice, "error", "not known to the engine") for choice in submit.finished_choices]
+    other = Told()
+    attaching = attaching_stream(other)
+    attaching.attached(
+        Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, submit.prior_token_ids, unknown)
+    )
+    assert sorted(other.ends, key=str) == sorted(told.ends, key=str) and not attaching.is_done
+    assert (other.text, attaching.num_cached, attaching.failure) == (told.text, 2, None)
+    again = attaching.submission(10)
+    assert again is not None and again.finished_choices == [0, 1, 2]
 
 
 async def test_attaching_from_a_token_sends_only_what_comes_after() -> None:
@@ -154,6 +204,20 @@ async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted() -> No
     stream.push(0, IDS)
     stream.flush()
     assert told.num_closed == 1 and told.text == b"one two "
+
+
+async def test_tokens_of_a_choice_behind_its_stop_string_do_not_count_while_others_go_on() -> None:
+    told = Told()
+    stream = begun(told, sampling=SamplingParams(seed=1, max_tokens=50, temperature=0.0, n=2), stop=("three",))
+    stream.push(0, IDS)
+    stream.flush()
+    num_shown = stream.num_output
+    stream.push(0, IDS)
+    stream.flush()
+    stream.finish(Finished(1, 0, "length"))
+    stream.flush()
+    assert stream.num_output == num_shown == len(told.token_ids) < len(IDS) and not stream.is_done
+    assert told.text == b"one two " and told.ends == [Ending("stop", "stop_string", "three")]
 
 
 async def test_it_ends_once_whatever_comes_after() -> None:

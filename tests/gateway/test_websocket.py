@@ -14,6 +14,7 @@ import pytest
 
 from gateway import keys
 from gateway.errors import error_fields
+from gateway.routes import websocket
 from gateway.socket_events import JsonCodec, SocketOutlet
 from gateway.streams import BoundedWriter
 from streamkv.sampling import SamplingParams
@@ -427,3 +428,46 @@ async def test_who_goes_before_the_answer_to_an_attach_leaves_the_stream_to_othe
         await second.send(type="attach", id="b", stream_id=stream_id, from_token=0)
         events = await second.until("done")
     assert texts(events, "b") == text_of(200)
+
+
+async def test_a_reader_that_takes_its_time_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_PING_S", 0.1)
+    with serving(executor(num_blocks=1024)) as engine:
+        async with (
+            running_gateway(engine.endpoint, max_stream_buffer_bytes=2048) as gateway,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=_with_small_buffer)) as session,
+            session.ws_connect(gateway.url + "/v1/stream", max_msg_size=0) as raw,
+        ):
+            client = Socket(raw, is_msgpack=False)
+            connection = raw._conn  # aiohttp has no public way to stop reading
+            assert connection is not None and connection.transport is not None
+            for index in range(8):
+                await client.send(**generate(f"g{index}", max_tokens=900))
+            connection.transport.pause_reading()
+            figures = gateway.app[keys.METRICS]
+            await eventually(lambda: figures.num_slow_reader_pauses > 0)
+            await asyncio.sleep(0.7)
+            connection.transport.resume_reading()
+            events: list[dict[str, Any]] = []
+            while sum(event["type"] == "done" for event in events) < 8:
+                events.append(await client.read())
+    for index in range(8):
+        assert texts(events, f"g{index}") == text_of(900)
+
+
+async def test_a_client_that_answers_no_ping_is_gone_and_one_that_does_is_not(
+    slow: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "_PING_S", 0.1)
+    async with (
+        slow.session.ws_connect(slow.url + "/v1/stream") as living,
+        slow.session.ws_connect(slow.url + "/v1/stream", autoping=False) as silent,
+    ):
+        reading = asyncio.create_task(living.receive())
+        kinds = []
+        while not silent.closed:
+            kinds.append((await silent.receive(timeout=5)).type)
+        assert kinds.count(aiohttp.WSMsgType.PING) == 3
+        await asyncio.sleep(0.5)
+        assert not reading.done() and len(slow.app[keys.SOCKETS].live) == 1
+        reading.cancel()

@@ -75,8 +75,9 @@ class ScriptedExecutor:
 
     With `threaded` steps run on a worker thread, else inside `launch`. `step_s` is slept in every step, `load_s` in
     `load`. `fail_at_step` raises InjectedFault in that step (counted from 0), `block_at_step` maps steps to seconds
-    that they sleep in addition. `max_num_batched_tokens` 0: no limit is checked. By default no token is
-    end-of-sequence; `eos_rule` says which are.
+    that they sleep in addition. A sequence that holds `poison_token` gets no token and is named failed.
+    `max_num_batched_tokens` 0: no limit is checked. By default no token is end-of-sequence; `eos_rule` says which
+    are.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ScriptedExecutor:
         threaded: bool = True,
         eos_rule: EosRule | None = None,
         fail_at_step: int | None = None,
+        poison_token: int | None = None,
         block_at_step: dict[int, float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -106,6 +108,7 @@ class ScriptedExecutor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_rule = eos_rule
         self.fail_at_step = fail_at_step
+        self.poison_token = poison_token
         self.block_at_step = dict(block_at_step or {})
         self.num_steps = 0
         """Steps computed."""
@@ -267,7 +270,12 @@ class ScriptedExecutor:
             self._write(entry)
         token_ids = [self._sample_entry(entry, plan.step) for entry in plan.scheduled if entry.samples]
         self._last_step = plan.step
-        return StepTokens(token_ids)
+        failed = {
+            entry.sequence_id: "poisoned"
+            for entry in plan.scheduled
+            if entry.samples and self.poison_token in self._known[entry.sequence_id].tokens
+        }
+        return StepTokens(token_ids, failed)
 
     def _check_plan(self, plan: StepPlan) -> None:
         ids = [entry.sequence_id for entry in plan.scheduled]
@@ -396,7 +404,7 @@ class ScriptedExecutor:
             tokens.extend(self._tokens[start : start + size])
             positions.extend(self._positions[start : start + size])
             left -= size
-        token = self._sample(tokens, positions, known.facts)
+        token = -1 if self.poison_token in tokens else self._sample(tokens, positions, known.facts)
         if end < len(known.tokens):
             if known.tokens[end] != token:
                 raise PlanViolation(f"sequence {entry.sequence_id} sampled position {end} twice, with another token")

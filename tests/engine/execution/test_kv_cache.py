@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution.kv_cache import GIB, KvCache, available_memory_bytes, bytes_per_block, size_pool
+from engine.execution.kv_cache import GIB, KvCache, bytes_per_block, size_pool
+from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig, RopeConfig
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
@@ -83,16 +84,21 @@ def test_a_wish_over_the_systems_memory_is_cut_and_said(caplog: pytest.LogCaptur
     assert "less KV memory than asked for" in caplog.text
 
 
+def test_the_control_groups_limit_cuts_the_pool_on_a_big_host(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/meminfo": f"MemAvailable: {512 * GIB // 1024} kB\n",
+        "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{GIB}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    size = size_pool(EngineConfig(kv_cache_memory_gib=4.0), model(), available_memory_bytes(tmp_path))
+    assert 0.8 * GIB < size.num_blocks * bytes_per_block(model(), 16) < GIB
+
+
 def test_memory_for_no_sequence_at_all_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory_gib.*hold no sequence"):
         size_pool(EngineConfig(kv_cache_memory_gib=0.0005), model(), None)
-
-
-def test_available_memory_is_read_from_the_system(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   42 kB\n")
-    assert available_memory_bytes(meminfo) == 42 * 1024
-    assert available_memory_bytes(tmp_path / "missing") is None
 
 
 def test_copies_move_whole_blocks_in_every_layer_and_nothing_else() -> None:

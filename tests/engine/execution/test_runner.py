@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.execution.runner import CpuRunner, default_num_threads
 from engine.executor import DeviceLimits, Executor
-from engine.plan import NewSequence, ScheduledSequence, StepPlan
+from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError, ModelError
 from streamkv.protocol import ModelFacts
@@ -126,6 +126,68 @@ def test_a_preempted_sequence_is_computed_again_to_the_same_tokens(run: Callable
     )
     assert run(again) == tokens[1:]
     run(StepPlan(4, [], finished_sequence_ids=[1]))
+
+
+def test_a_sequence_without_usable_logits_fails_alone_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[13] = float("nan")
+    model.save_pretrained(tmp_path)
+    runner = CpuRunner(EngineConfig(model=str(tmp_path), dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=8))
+    runner.load(ignore)
+
+    def run(plan: StepPlan) -> StepTokens:
+        return runner.collect(runner.launch(plan, lambda: None))
+
+    def go_on(sequence_id: int, token_id: int, block_id: int) -> list[int]:
+        token_ids = [token_id]
+        for i in range(5):
+            token_ids += run(
+                StepPlan(2, [entry(sequence_id, 5 + i, token_ids[-1:], [block_id] if i == 3 else [])])
+            ).token_ids
+        return token_ids
+
+    prompt = [7, 99, 250, 31, 8]
+    solo = run(StepPlan(1, [entry(1, 0, prompt, [1, 2])], new_sequences=[facts(1, 5)]))
+    assert solo.failed == {}
+    alone = go_on(1, solo.token_ids[0], 3)
+    # Two fail in a step of four: by their prompt, and by the token that they decode.
+    mixed = StepPlan(
+        3,
+        [entry(5, 0, [13], [8]), entry(2, 0, prompt, [4, 5]), entry(3, 0, [7, 13, 8, 9, 10], [6, 7])],
+        new_sequences=[facts(5, 1), facts(2, 5), facts(3, 5)],
+        finished_sequence_ids=[1],
+    )
+    tokens = run(mixed)
+    assert tokens.token_ids == [-1, alone[0], -1]
+    assert tokens.failed.keys() == {3, 5} and "no usable logits" in tokens.failed[3]
+    # The blocks in which the NaNs lie go to the neighbour, and to a new sequence that does not fill them.
+    run(StepPlan(4, [], finished_sequence_ids=[3, 5]))
+    assert go_on(2, alone[0], 6) == alone
+    again = run(StepPlan(5, [entry(4, 0, prompt, [7, 8])], new_sequences=[facts(4, 5)]))
+    assert [again.token_ids, again.failed] == [alone[:1], {}]
+    runner.close()
+
+
+def test_the_pool_stays_within_the_memory_that_is_left(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CpuRunner(EngineConfig(model=str(model_folder), dtype="float32", block_size=BLOCK_SIZE, max_num_seqs=8))
+    monkeypatch.setattr("engine.execution.runner.available_memory_bytes", lambda: 400_000)
+    _, limits = runner.load(ignore)
+    runner.close()
+    block_bytes = 2 * 2 * 2 * BLOCK_SIZE * 8 * 4
+    assert 350_000 < limits.num_blocks * block_bytes <= 360_000
 
 
 def test_launch_returns_at_once_and_on_done_is_called_from_the_worker(

@@ -1,12 +1,13 @@
 """Sampling: the distribution of each filter, and what a draw may depend on."""
 
+import logging
 import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.execution.sampler import NonFiniteLogits, SampledRow, sample
+from engine.execution.sampler import NO_TOKEN, SampledRow, sample
 from engine.plan import NewSequence
 from streamkv.sampling import SamplingParams
 
@@ -189,16 +190,21 @@ def test_min_tokens_bans_end_of_sequence_and_stop_ids_until_they_are_generated()
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_an_error_that_names_the_sequence(bad: float, temperature: float) -> None:
-    logits = torch.zeros(2, 1000)
+def test_a_row_without_numbers_gets_no_token_and_the_others_get_theirs(
+    bad: float, temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(3))
+    alone = [sample(logits[i : i + 1].clone(), [row(temperature=temperature)])[0] for i in (0, 2)]
     logits[1, 423] = bad
-    with pytest.raises(NonFiniteLogits, match="sequence 9 at position 10"):
-        sample(logits, [row(), row(temperature=temperature)])
+    with caplog.at_level(logging.ERROR):
+        token_ids = sample(logits, [row(temperature=temperature)] * 3)
+    assert token_ids == [alone[0], NO_TOKEN, alone[1]]
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["no usable logits"]
 
 
-def test_a_ban_of_everything_is_an_error() -> None:
-    with pytest.raises(NonFiniteLogits):
-        sample(torch.zeros(1, 3), [row(5, eos=(0, 1, 2), min_tokens=1, temperature=0.0)])
+def test_a_ban_of_everything_leaves_no_token() -> None:
+    rows = [row(5, eos=(0, 1, 2), min_tokens=1, temperature=0.0), row(5, eos=(0, 1), min_tokens=1, temperature=0.0)]
+    assert sample(torch.zeros(2, 3), rows) == [NO_TOKEN, 2]
 
 
 def test_masked_tokens_are_never_drawn() -> None:

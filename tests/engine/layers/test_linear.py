@@ -72,7 +72,7 @@ def test_float16_never_rounds_activations_to_its_small_range() -> None:
 
 
 def test_narrow_weights_are_not_packed_a_second_time_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_available_memory_bytes", lambda: 10_000)
+    monkeypatch.setattr(linear, "available_memory_bytes", lambda: 10_000)
     assert isinstance(choose_cpu_method(torch.float16, 1_000_000), UpcastMethod)
     assert not isinstance(choose_cpu_method(torch.float16, 1_000), UpcastMethod)
 

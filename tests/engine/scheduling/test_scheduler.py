@@ -368,6 +368,33 @@ def test_nothing_stops_before_min_tokens():
     assert (output.finish_reason, output.cause) == ("stop", "eos")
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_sequence_without_a_token_ends_with_error_and_its_neighbours_do_not_notice(max_in_flight):
+    driver = Driver(max_in_flight=max_in_flight)
+    first = driver.submit(prompt_of(9), max_tokens=12)
+    driver.turn()
+    second = driver.submit(prompt_of(6), max_tokens=12, n=2, temperature=1.0)
+    failing = driver.submit([500, 501, 502, 777, 504], max_tokens=12)
+    driver.executor.poison_token = 777
+    driver.run()
+    end = driver.ends[only(failing)]
+    assert (end.finish_reason, end.cause, end.token_ids, end.stop_token_id) == ("error", "poisoned", [], -1)
+    assert driver.output_of(only(failing)) == []
+    driver.requests.remove(failing)
+    driver.check_all()
+    assert {driver.ends[sequence].finish_reason for sequence in (*first.sequences, *second.sequences)} == {"length"}
+
+
+def test_a_sequence_that_fails_later_keeps_the_tokens_before():
+    driver = Driver()
+    request = driver.submit(prompt_of(5), max_tokens=12)
+    driver.executor.poison_token = driver.executor.expected_tokens(prompt_of(5), 4)[-1]
+    driver.run()
+    assert driver.output_of(only(request)) == driver.executor.expected_tokens(prompt_of(5), 4)
+    assert driver.ends[only(request)].finish_reason == "error"
+    assert driver.blocks.num_owned_blocks == 0
+
+
 # Steps that overlap
 
 
