@@ -313,6 +313,11 @@ class BlockManager:
             self.free(sequence)
             self.tree.leave(self.places.pop(sequence).root)
 
+    def drop_cached(self) -> None:
+        """Keep nothing that nobody owns: what is cached is not to be trusted. O(blocks cached)."""
+        while self.tree.num_cached:
+            self.tree.evict()
+
     def num_computed_tokens(self) -> int:
         """Tokens whose KV lies in owned blocks, those of a shared block once. O(blocks owned); for the metrics."""
         filled: dict[int, int] = {}

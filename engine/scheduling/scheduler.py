@@ -360,6 +360,7 @@ class Scheduler:
             if not entry.samples:
                 continue
             if token_id < 0:
+                sequence.finish_reason = "error"
                 self._finish(sequence)
                 outputs.append(self._end(sequence, [], "error", tokens.failed[sequence.sequence_id], -1))
                 continue
@@ -744,6 +745,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Free an ended sequence's blocks; the next plan lets the executor forget it."""
         self._blocks.forget(sequence)
+        if sequence.finish_reason == "error":
+            self._blocks.drop_cached()  # among them its own blocks, in which something was no number
         if sequence.is_known:
             self._preempted_ids.pop(sequence.sequence_id, None)
             self._finished_ids.append(sequence.sequence_id)

@@ -37,7 +37,7 @@ def executor(**options: Any) -> ScriptedExecutor:
 
 @pytest.fixture
 def engine() -> Iterator[RunningEngine]:
-    with serving(executor(eos_rule=end_after(400))) as running:
+    with serving(executor(eos_rule=end_after(400)), enable_prefix_caching=False) as running:
         yield running
 
 
@@ -90,6 +90,21 @@ async def test_the_answer_is_the_text_of_the_engines_tokens(gateway: RunningGate
         "prompt_tokens_details": {"cached_tokens": 0},
     }
     assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+
+
+async def test_usage_tells_what_was_found_in_the_cache(slow: RunningGateway) -> None:
+    async def cached(prompt: list[int], **more: Any) -> int:
+        _, answer = await slow.post(TEXT, body(prompt=prompt, max_tokens=4, **more))
+        assert answer["choices"][0]["text"] == small_tokenizer().decode(executor().expected_tokens(prompt, 4))
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert await cached(PROMPT) == 0
+    assert await cached(PROMPT) == len(PROMPT) - 1, "the last token is computed for its logits"
+    assert await cached([*PROMPT[:13], 77, 78]) == 13
+    assert await cached(PROMPT, cache_salt="mine") == 0
+    streamed = await slow.events(TEXT, body(stream_options={"include_usage": True}, max_tokens=4))
+    assert streamed.usage is not None
+    assert streamed.usage["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
 
 
 async def test_the_prompts_ids_stand_where_vllm_puts_them(gateway: RunningGateway) -> None:
@@ -163,7 +178,7 @@ async def test_usage_with_every_event_counts_up(gateway: RunningGateway) -> None
 
 
 async def test_end_of_sequence_is_a_stop_and_no_text(gateway: RunningGateway) -> None:
-    with serving(executor(eos_rule=end_after(6))) as engine:
+    with serving(executor(eos_rule=end_after(6)), enable_prefix_caching=False) as engine:
         async with running_gateway(engine.endpoint) as other:
             _, whole = await other.post(TEXT, body(return_token_ids=True))
             stream = await other.events(TEXT, body(stream_options={"include_usage": True}))

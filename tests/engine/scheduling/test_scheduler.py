@@ -395,6 +395,18 @@ def test_a_sequence_that_fails_later_keeps_the_tokens_before():
     assert driver.blocks.num_owned_blocks == 0
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_nothing_stays_cached_of_a_sequence_that_failed(max_in_flight):
+    driver = Driver(max_in_flight=max_in_flight)
+    driver.submit(prompt_of(40), max_tokens=3)
+    driver.run()
+    assert driver.blocks.num_cached_blocks
+    driver.executor.poison_token = driver.executor.expected_tokens(prompt_of(30), 4)[-1]
+    driver.submit(prompt_of(30), max_tokens=12)
+    driver.run()
+    assert (driver.blocks.num_cached_blocks, driver.blocks.num_owned_blocks) == (0, 0)
+
+
 # Steps that overlap
 
 
