@@ -7,6 +7,7 @@ codes: 0 the end was asked for; 1 a fault, starting again may help; 2 these sett
 With STREAMKV_EXIT_WITH_PARENT=1 the end of the parent process counts as a SIGTERM.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -82,7 +83,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         settings = config.load(config.EngineConfig, argv, environ)
         log.configure(settings.log_level, "engine")
         display = LoadingDisplay()
-        loop = EngineLoop(settings, CpuRunner(settings), report=display.show, on_loaded=display.close)
+
+        def on_loaded() -> None:
+            display.close()
+            # What loading has made lives to the end: no full collection need look through it in the middle of a step.
+            gc.collect()
+            gc.freeze()
+
+        loop = EngineLoop(settings, CpuRunner(settings), report=display.show, on_loaded=on_loaded)
     except ConfigError as error:
         config.exit_with(error)
     _end_on_signals(loop)
