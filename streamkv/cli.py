@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         module = f"streamkv.tools.{command}"
     sys.argv = [f"streamkv {command}", *flags]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # before the program had its own answer to Ctrl-C
+        return 130
     return 0
 
 

@@ -56,7 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             le=16_777_216,
         ),
     ] = 0
-    kv_cache_memory_gib: Annotated[float, Rule(MEMORY, "KV memory on a CPU, GiB", gt=0, le=4096)] = 1.0
+    kv_cache_memory_gib: Annotated[
+        float, Rule(MEMORY, "KV memory on a CPU, GiB; float32 in every dtype", gt=0, le=4096)
+    ] = 1.0
     block_size: Annotated[int, Rule(MEMORY, "tokens per KV block", ge=1, le=256)] = 16
     max_num_seqs: Annotated[int, Rule(SCHEDULING, "sequences that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[

@@ -19,6 +19,7 @@ _OFF_LOOP_BYTES: Final = 128 * 1024
 """Bodies over this are parsed on a thread, so that no other stream waits for them."""
 _JSON_TYPES: Final = ("application/json", "application/octet-stream", "text/json")
 """octet-stream is what aiohttp says when there is no Content-Type."""
+_ENCODINGS: Final = ("", "identity", "gzip", "deflate")
 
 
 Parsed = TypeVar("Parsed")
@@ -29,6 +30,9 @@ async def read_body(request: web.Request) -> bytes:
     HTTPUnsupportedMediaType, or HTTPBadRequest for one that cannot be unpacked."""
     if request.content_type not in _JSON_TYPES and not request.content_type.endswith("+json"):
         raise web.HTTPUnsupportedMediaType(text=f"Content-Type must be application/json, got {request.content_type!r}")
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in _ENCODINGS:
+        raise web.HTTPUnsupportedMediaType(text=f"Content-Encoding must be gzip, deflate or none, got {encoding!r}")
     limit = request.app[keys.CONFIG].max_body_bytes
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)

@@ -227,7 +227,8 @@ def main(argv: list[str] | None = None) -> int:
         terminal = Terminal(client, conversation, sys.stdout, sys.stderr)
         try:
             if not sys.stdin.isatty():
-                question = sys.stdin.read().strip()
+                # Not by the locale: without one, Python would smuggle odd bytes through as lone surrogates.
+                question = sys.stdin.buffer.read().decode("utf-8", "replace").strip()
                 if not question:
                     print("streamkv chat: no question on the input", file=sys.stderr)
                     return 2

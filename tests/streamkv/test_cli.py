@@ -72,6 +72,14 @@ def test_a_wrong_setting_ends_with_status_2_before_anything_starts(
     assert capsys.readouterr().err == "streamkv: --heartbeat-s: must be a number over 0 and at most 60, got 0.0\n"
 
 
+def test_ctrl_c_before_the_program_listens_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.runpy, "run_module", interrupted)
+    assert cli.main(["serve"]) == 130
+
+
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["benhc"]) == 2
     assert "no such command: benhc; did you mean bench?" in capsys.readouterr().err

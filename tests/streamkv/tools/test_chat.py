@@ -147,6 +147,22 @@ async def test_a_piped_question_is_answered_on_the_output_alone() -> None:
     assert messages(server, 0) == [("system", "Brief."), ("user", "Name\ntwo rivers.")]
 
 
+async def test_bytes_that_are_no_utf8_are_replaced_whatever_the_locale() -> None:
+    async with serving() as server:
+        server.script = chat_events(["Yes"])
+        process = await asyncio.create_subprocess_exec(
+            *chat(server.url),
+            cwd=ROOT,
+            env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        out, notes = await process.communicate(b"caf\xc3\xa9 \xff?")
+    assert (process.returncode, out) == (0, b"Yes\n"), notes
+    assert messages(server, 0) == [("user", "café \ufffd?")]
+
+
 async def test_a_piped_question_that_fails_ends_with_status_1() -> None:
     async with serving() as server:
         server.script = [event({"error": {"message": "engine lost"}})]
