@@ -161,6 +161,7 @@ class EngineClient:
         self._ready_event = asyncio.Event()
         self._needs_attach = False
         self._heard_at = 0.0
+        self._ticked_at = 0.0
         self._last_step = 0
         self._bytes_since_heartbeat = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -169,7 +170,7 @@ class EngineClient:
     def start(self) -> None:
         """Begin to connect, from the running loop."""
         self._loop = asyncio.get_running_loop()
-        self._heard_at = self._loop.time()
+        self._heard_at = self._ticked_at = self._loop.time()
         self._socket.connect()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
 
@@ -504,9 +505,13 @@ class EngineClient:
         loop = self._loop
         assert loop is not None
         self._timer = loop.call_later(self._heartbeat_s, self._tick)
+        # Silence counts while we listen: not while this process, or the whole machine, stood still.
+        now = self._time()
+        self._heard_at += max(0.0, now - self._ticked_at - 2 * self._heartbeat_s)
+        self._ticked_at = now
         if not self._socket.is_connected or self.state is EngineState.INCOMPATIBLE:
             return
-        if self._time() - self._heard_at > self._engine_timeout_s and self.state is not EngineState.LOST:
+        if now - self._heard_at > self._engine_timeout_s and self.state is not EngineState.LOST:
             self._lose(f"the engine said nothing for {self._engine_timeout_s:g} s")
         self._send_heartbeat()
 

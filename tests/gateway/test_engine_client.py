@@ -1,6 +1,7 @@
 """The gateway's end of the wire, against the real engine loop or a bare engine socket."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -218,6 +219,19 @@ async def test_an_engine_that_falls_silent_is_lost_and_found_again(bare: BareEng
         bare.send(READY)
         await eventually(lambda: client.is_ready)
         assert client.num_engine_losses == 1
+
+
+async def test_an_engine_is_not_lost_because_the_gateway_stood_still(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint, engine_timeout_s=0.5) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        time.sleep(1.0)  # noqa: ASYNC251  it is the loop that has to stand still
+        bare.send(Heartbeat(0, 77))
+        for _ in range(4):
+            await asyncio.sleep(0.05)
+            assert client.state is EngineState.READY and client.num_engine_losses == 0
+        await eventually(lambda: client.state is EngineState.LOST)
 
 
 async def test_another_wire_version_is_refused_and_said(bare: BareEngine) -> None:
