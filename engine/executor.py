@@ -1,10 +1,11 @@
 """The one interface between the loop and whatever computes a step: the CPU runner, a GPU's, a script in the tests."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.plan import StepPlan, StepTokens
+from engine.plan import StepLoad, StepPlan, StepTokens
+from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv.protocol import ModelFacts
 
 ReportProgress = Callable[[str, float], None]
@@ -20,6 +21,18 @@ class DeviceLimits:
     block_size: int
     max_model_len: int
     max_num_batched_tokens: int
+    block_bytes: int = 0
+    """Keys and values of one block in all layers."""
+    num_host_blocks: int = 0
+    """Blocks that host memory holds below the device; 0: no host tier."""
+    num_disk_blocks: int = 0
+    """Blocks that the disk may hold below host memory; 0: no disk tier."""
+    stored: list[StoredBlock] = field(default_factory=list)
+    """Found on disk at the start, each behind its parent, oldest use first. They count against num_disk_blocks."""
+    step_samples: list[tuple[StepLoad, float]] = field(default_factory=list)
+    """Steps measured while warming up, with their time in seconds: what the latency model is fitted to."""
+    host_bytes_per_s: float = 0.0
+    """Measured speed of copies between device and host memory; 0: unknown."""
 
 
 class Launch(Protocol):
@@ -55,6 +68,14 @@ class Executor(Protocol):
         """The sampled tokens of the oldest launch. Blocks until it is done. Raises whatever the step raised."""
         ...
 
+    def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        """Start to copy blocks and return at once. `on_done` is called, from any thread, when it is finished."""
+        ...
+
+    def finished_transfers(self) -> list[TransferResult]:
+        """Those that have finished since the last call. Never blocks. Raises what made a copy fail for good."""
+        ...
+
     def close(self) -> None:
-        """Free the device. Idempotent."""
+        """Free the device. Waits for what is being written to disk. Idempotent."""
         ...

@@ -41,6 +41,19 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     the whole table, which may start with blocks that it shares with others or that were cached. Read only."""
 
 
+class StepLoad(msgspec.Struct, frozen=True, gc=False):
+    """What a step costs the device, in the terms of the latency model."""
+
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    """(query, key) pairs of the prefills: the sum over their tokens of position + 1."""
+    num_decodes: int = 0
+    num_decode_kv_tokens: int = 0
+    """Tokens whose KV the decodes read."""
+    num_prefills: int = 0
+    """Sequences with a chunk in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The executor applies it in this order: finished and preempted sequences are forgotten or lose their
@@ -61,6 +74,7 @@ class StepPlan:
     total_num_scheduled_tokens: int = 0
     num_prefill_requests: int = 0
     num_decode_requests: int = 0
+    load: StepLoad = field(default_factory=StepLoad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +85,8 @@ class StepTokens:
     """-1 for a sequence that is named in `failed`."""
     failed: dict[int, str] = field(default_factory=dict)
     """sequence_id → why no token could be sampled for it. It ends with `error`; the others go on."""
+    logprobs: dict[int, float] = field(default_factory=dict)
+    """sequence_id → log probability of its sampled token, for sequences whose SamplingParams rank choices."""
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """sequence_id → the 2 * beam_width likeliest next tokens with their log probabilities, likeliest first, for beam
+    search; its entry in token_ids is the first of them."""

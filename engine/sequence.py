@@ -50,6 +50,8 @@ class Sequence:
     """The executor has been told of it."""
     is_prefilling: bool = False
     """Runs, and has not come to its first sampled token since it was admitted."""
+    is_fetching: bool = False
+    """Waits, and part of its blocks are on their way up from host memory or disk: it can't run yet."""
     must_progress: bool = False
     """Readmitted after a preemption, and no token sampled since: not a victim again."""
     num_cached_tokens: int = 0

@@ -16,6 +16,7 @@ from streamkv.errors import ConfigError
 from streamkv.settings import Kind, Rule, check, choose, settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MODEL, WIRE, MEMORY, SCHEDULING, HTTP, STREAMS, OTHER = (
@@ -99,8 +100,44 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Rule(MEMORY, "keep computed blocks and share them with requests that begin alike")
     ] = True
 
+    host_kv_memory_gib: Annotated[
+        float, Rule(MEMORY, "host memory for KV blocks that leave the device, GiB; 0: none", ge=0, le=65536)
+    ] = 0.0
+    disk_kv_path: Annotated[
+        str, Rule(MEMORY, "folder for KV blocks that leave host memory; kept over restarts; empty: none")
+    ] = ""
+    disk_kv_size_gib: Annotated[float, Rule(MEMORY, "most that disk_kv_path may hold, GiB", gt=0, le=1_048_576)] = 16.0
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Rule(
+            MEMORY, "how a sequence that lost its blocks comes back: computed again, from host memory, or the cheaper"
+        ),
+    ] = "auto"
+    itl_target_ms: Annotated[
+        float,
+        Rule(
+            SCHEDULING,
+            "gap between the tokens of running streams that prompts beside them may not exceed, ms; 0: none",
+            ge=0,
+            le=600_000,
+        ),
+    ] = 0.0
+    ageing_s: Annotated[
+        float, Rule(SCHEDULING, "a waiting request rises by one priority after each of these", gt=0, le=86400)
+    ] = 30.0
+
     def __post_init__(self) -> None:
         check(self)
+        if self.disk_kv_path and not self.host_kv_memory_gib:
+            raise ConfigError(
+                "disk_kv_path", "needs host_kv_memory_gib over 0: blocks go to disk by way of host memory"
+            )
+        if self.host_kv_memory_gib and not self.enable_prefix_caching:
+            raise ConfigError(
+                "host_kv_memory_gib", "needs enable_prefix_caching: blocks are found again by their tokens"
+            )
+        if self.preemption_mode == "swap" and not self.host_kv_memory_gib:
+            raise ConfigError("preemption_mode", "swap needs host_kv_memory_gib over 0")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -45,6 +45,15 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence ids and feed them back like any token."""
 
+    best_of: int = 0
+    """Generate so many choices and return the n with the highest mean log probability; 0: n. At least n, at most 128.
+    More than n are only returned when all have ended."""
+    beam_width: int = 0
+    """Beam search with so many beams, at least n, of which the best n are returned; 0: none. Takes no randomness:
+    temperature must be 0, and best_of must be 0."""
+    length_penalty: float = 1.0
+    """Beams are compared by the sum of their log probabilities over their length to this power, -10 .. 10."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
             raise InvalidField("seed", f"must be between 0 and 2**64 - 1, got {self.seed}")
@@ -68,6 +77,31 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             )
         if any(token_id < 0 for token_id in self.stop_token_ids):
             raise InvalidField("stop_token_ids", f"ids must not be negative, got {min(self.stop_token_ids)}")
+
+        if self.best_of and not self.n <= self.best_of <= MAX_CHOICES:
+            raise InvalidField("best_of", f"must be between n ({self.n}) and {MAX_CHOICES}, got {self.best_of}")
+        if self.beam_width:
+            if not self.n <= self.beam_width <= MAX_CHOICES:
+                raise InvalidField(
+                    "beam_width", f"must be between n ({self.n}) and {MAX_CHOICES}, got {self.beam_width}"
+                )
+            if self.best_of:
+                raise InvalidField(
+                    "best_of", f"is not for beam search, which returns the best of its beams, got {self.best_of}"
+                )
+            if self.temperature:
+                raise InvalidField("temperature", f"must be 0 for beam search, got {self.temperature:g}")
+        _check_range("length_penalty", self.length_penalty, -10.0, 10.0)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are generated at once."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def ranks_choices(self) -> bool:
+        """Whether choices are returned only when all have ended, best first."""
+        return self.num_sequences > self.n or bool(self.beam_width)
 
     @property
     def is_greedy(self) -> bool:

@@ -22,7 +22,7 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"requests"},
         {"execution", "scheduling"},
         {"models", "kv", "publisher", "inbox", "intake", "loading", "executor"},
-        {"layers", "plan", "sequence", "stats", "memory"},
+        {"layers", "plan", "sequence", "stats", "memory", "transfer"},
         {"kernels", "batch"},
     ],
     "gateway": [
