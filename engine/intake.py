@@ -54,6 +54,7 @@ def to_request(
         attach_grace_s=min(submit.attach_grace_s, max_attach_grace_s),
         prior_token_ids=_checked_priors(submit, model.vocab_size),
         finished_choices=_checked_finished(submit),
+        shares_prefix=submit.shares_prefix,
         packed_prompt=submit.prompt_token_ids,
     )
 
@@ -73,6 +74,9 @@ def _checked_priors(submit: Submit, vocab_size: int) -> list[list[int]]:
     sampling = submit.sampling
     if len(submit.prior_token_ids) > sampling.n:
         raise InvalidField("prior_token_ids", f"has {len(submit.prior_token_ids)} choices, the request {sampling.n}")
+    if sampling.ranks_choices and (any(submit.prior_token_ids) or submit.finished_choices):
+        text = "choices that are ranked are all returned at the end, so none has tokens or has ended before it"
+        raise InvalidField("prior_token_ids", text)
     priors = [_checked_ids("prior_token_ids", packed, vocab_size) for packed in submit.prior_token_ids]
     for choice, prior in enumerate(priors):
         most = sampling.max_tokens - (choice not in submit.finished_choices)

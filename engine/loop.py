@@ -11,15 +11,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from engine import figures
 from engine.executor import Executor, Launch, ReportProgress
 from engine.inbox import Inbox
 from engine.kv.block_manager import BlockManager
+from engine.kv.tiers import TierSizes
 from engine.loading import Loader
 from engine.plan import StepPlan
 from engine.publisher import Publisher
 from engine.requests import Requests
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import SequenceOutput, SequenceState
+from engine.scheduling.latency import LatencyModel
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
+from engine.sequence import SequenceOutput
 from engine.stats import EngineStats
 from streamkv.config import EngineConfig
 from streamkv.errors import StreamKVError
@@ -53,6 +57,8 @@ EXIT_UNUSABLE: Final = 2
 DEFAULT_DRAIN_S: Final = 30.0
 
 _LOADING_EVERY_S: Final = 0.1
+_FLUSH_LIMIT_S: Final = 4.0
+"""What writing the cache to disk may take at the end; the supervisor kills an engine that takes ten seconds."""
 
 
 class EngineLoop:
@@ -87,14 +93,17 @@ class EngineLoop:
         self._publisher = Publisher(self._socket.send)
         self._epoch = secrets.randbits(62) + 1
         self._ready: Ready | None = None
-        """What the engine is, once it takes work; the three below stand from then on."""
+        """What the engine is, once it takes work; the four below stand from then on."""
         self._blocks: BlockManager
+        self._latency: LatencyModel
         self._scheduler: Scheduler
         self._requests: Requests
-        self._in_flight: deque[Launch] = deque()
+        self._in_flight: deque[tuple[Launch, float]] = deque()
+        """Steps, and when they were launched."""
         self._outputs: list[SequenceOutput] = []
         """What this turn has brought and not yet published."""
         self._exit_code: int | None = None
+        self._must_end_now = False
         self._is_draining = False
         self._drain_asked_s = float("inf")
         """Limit of a drain that was asked for and whose time does not yet run."""
@@ -103,7 +112,8 @@ class EngineLoop:
         self._next_heartbeat_s = now_s
         self._progress_s = now_s
         """When the newest step finished, or work came to an idle engine."""
-        self._launched_s = now_s
+        self._collected_s = now_s
+        """When the newest step was collected."""
         self._had_work = False
 
     @property
@@ -121,6 +131,7 @@ class EngineLoop:
     def stop(self) -> None:
         """End at once."""
         self._exit_code = EXIT_ASKED
+        self._must_end_now = True
         self._socket.wake()
 
     def run(self) -> int:
@@ -129,6 +140,8 @@ class EngineLoop:
         try:
             self._wait_for(loader)
             self._serve()
+            if self._exit_code == EXIT_ASKED and self._ready is not None:
+                self._flush()
         except Exception:
             logger.exception("the engine failed")
             self._exit_code = EXIT_FAULT
@@ -190,7 +203,10 @@ class EngineLoop:
             return
         assert loader.result is not None
         model, limits = loader.result
-        self._blocks = BlockManager(limits.num_blocks, limits.block_size, self._config.enable_prefix_caching)
+        tiers = None
+        if limits.num_host_blocks:
+            tiers = TierSizes(limits.num_host_blocks, limits.num_disk_blocks, limits.stored)
+        self._blocks = BlockManager(limits.num_blocks, limits.block_size, self._config.enable_prefix_caching, tiers)
         scheduler_limits = SchedulerLimits(
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -200,10 +216,22 @@ class EngineLoop:
             max_model_len=limits.max_model_len,
             max_queue=self._config.max_queue,
             eos_token_ids=tuple(model.eos_token_ids),
+            preemption_mode=self._config.preemption_mode,
+            ageing_s=self._config.ageing_s,
+            itl_target_s=self._config.itl_target_ms / 1000,
         )
-        self._scheduler = Scheduler(scheduler_limits, self._blocks, self._clock)
+        self._latency = LatencyModel(limits.step_samples, limits.block_bytes, limits.host_bytes_per_s)
+        self._scheduler = Scheduler(scheduler_limits, self._blocks, self._clock, self._latency)
         self._requests = Requests(
-            self._config, model, self._scheduler, self._publisher, self._inbox, self._stats, self._clock
+            self._config,
+            model,
+            self._scheduler,
+            scheduler_limits,
+            self._latency,
+            self._publisher,
+            self._inbox,
+            self._stats,
+            self._clock,
         )
         self._ready = Ready(
             wire_version=WIRE_VERSION,
@@ -232,17 +260,19 @@ class EngineLoop:
     def _serve(self) -> None:
         """Messages come first, so that no plan misses an abort; results last, when the device is busy again.
 
-        Never spins: it sleeps until a message, a finished step, or the next thing that a clock makes due.
+        Never spins: it sleeps until a message, a finished step or transfer, or the next thing that a clock makes due.
         """
         while self._exit_code is None:
             self._socket.wait(self._wait_s())
             for gateway_id, message in self._inbox.receive():
                 self._handle(gateway_id, message)
-            while self._in_flight and self._in_flight[0].is_done:
-                self._collect(self._in_flight.popleft())
+            while self._in_flight and self._in_flight[0][0].is_done:
+                self._collect(*self._in_flight.popleft())
+            self._finish_transfers()
             self._look_at_clock()
             while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
                 self._launch(plan)
+            self._start_transfers()
             self._publish()
 
     def _wait_s(self) -> float:
@@ -257,19 +287,49 @@ class EngineLoop:
         return max(0.0, due_s - self._clock())
 
     def _launch(self, plan: StepPlan) -> None:
-        self._launched_s = self._clock()
+        now_s = self._clock()
         self._stats.batch_size = len(plan.scheduled)
-        self._in_flight.append(self._executor.launch(plan, self._socket.wake))
+        self._in_flight.append((self._executor.launch(plan, self._socket.wake), now_s))
 
-    def _collect(self, launch: Launch) -> None:
+    def _collect(self, launch: Launch, launched_s: float) -> None:
         """Take in a finished step. What a step raises ends the engine: its streams go on in the next one."""
         tokens = self._executor.collect(launch)
         now_s = self._clock()
+        # A step begins when it's launched, or when the one before it is done.
+        step_s = now_s - max(launched_s, self._collected_s)
+        self._collected_s = now_s
+        self._latency.observe(launch.plan.load, step_s)
         self._outputs += self._scheduler.update(launch.plan, tokens)
         if not launch.plan.num_prefill_requests:
-            self._stats.decode_step.add(now_s - max(self._launched_s, self._progress_s))
+            self._stats.decode_step.add(step_s)
         self._stats.counters["steps_total"] += 1
         self._progress_s = now_s
+
+    def _start_transfers(self) -> None:
+        for transfer in self._scheduler.take_transfers():
+            self._executor.start_transfer(transfer, self._socket.wake)
+
+    def _finish_transfers(self) -> None:
+        if self._scheduler.num_transfers and (results := self._executor.finished_transfers()):
+            self._scheduler.finish_transfers(results)
+            self._progress_s = self._clock()
+
+    def _flush(self) -> None:
+        """Let the disk keep what is cached, for the next engine, as far as the time allows."""
+        until_s = self._clock() + _FLUSH_LIMIT_S
+        self._blocks.flush()
+        while not self._must_end_now:
+            self._start_transfers()
+            left_s = until_s - self._clock()
+            if not self._blocks.num_unfinished_transfers:
+                return
+            if left_s <= 0:
+                logger.info("not all of the cache was written to disk", extra=fields(limit_s=_FLUSH_LIMIT_S))
+                return
+            self._socket.wait(left_s)
+            for gateway_id, message in self._inbox.receive():
+                self._handle(gateway_id, message)
+            self._finish_transfers()
 
     def _publish(self) -> None:
         outputs = self._outputs + self._requests.ended
@@ -319,6 +379,7 @@ class EngineLoop:
                 epoch=self._epoch,
                 has_work=has_work,
                 step_age_s=now_s - self._progress_s if has_work else 0.0,
+                expected_step_s=self._latency.predict_s(self._in_flight[0][0].plan.load) if self._in_flight else 0.0,
             )
         )
         return True
@@ -357,43 +418,19 @@ class EngineLoop:
     def _figures(self, query_id: int) -> Stats:
         now_s = self._clock()
         stats, scheduler, blocks, publisher = self._stats, self._scheduler, self._blocks, self._publisher
-        usage = scheduler.kv_usage()
-        requests = self._requests.count_states()
         gauges = {
-            "kv_cache_usage": usage.num_owned_blocks / (blocks.pool.num_blocks - 1),
-            "kv_slot_utilization": usage.utilization,
-            "num_free_blocks": usage.num_free_blocks,
-            "num_allocated_blocks": usage.num_owned_blocks,
-            "num_cached_blocks": usage.num_cached_blocks,
-            "num_running_requests": requests[SequenceState.RUNNING],
-            "num_waiting_requests": requests[SequenceState.WAITING],
-            "num_paused_requests": requests[SequenceState.PAUSED],
-            "num_running_sequences": scheduler.num_running,
-            "num_waiting_sequences": scheduler.num_waiting,
-            "num_paused_sequences": scheduler.num_paused,
+            **figures.gauges(
+                now_s,
+                stats,
+                scheduler,
+                blocks,
+                self._latency,
+                publisher,
+                self._inbox,
+                self._requests.count_states(),
+            ),
             "batch_size": stats.batch_size if self._in_flight else 0,
-            "tokens_per_second": stats.generated.per_second(now_s),
-            "avg_prefill_latency_ms": 1000 * stats.prefill.recent_mean,
-            "avg_decode_latency_ms": 1000 * stats.decode_step.recent_mean,
-            "avg_e2e_latency_ms": 1000 * stats.e2e.recent_mean,
             "seconds_since_last_step": now_s - self._progress_s if self._has_work else 0.0,
-            "num_live_streams": publisher.num_live,
-            "num_detached_streams": publisher.num_detached,
-            "num_kept_streams": publisher.num_kept,
-            "kept_stream_bytes": publisher.kept_bytes,
-            "num_gateways": len(self._inbox.last_heard_s),
-            "unacked_bytes": sum(map(publisher.unacked_bytes, self._inbox.last_heard_s)),
         }
-        counters: dict[str, float] = {
-            **stats.counters,
-            "kept_streams_dropped_total": publisher.num_dropped,
-            "copy_on_write_copies_total": blocks.num_block_copies,
-            "prefix_cache_evictions_total": blocks.num_evictions,
-            "prefix_hit_tokens_total": scheduler.num_prefix_hit_tokens,
-            "prefix_query_tokens_total": scheduler.num_prompt_tokens,
-            "preemptions_total": scheduler.num_preemptions,
-            "prefill_tokens_total": scheduler.num_prefill_tokens,
-            "recomputed_tokens_total": scheduler.num_recomputed_tokens,
-            "wasted_tokens_total": scheduler.num_wasted_tokens,
-        }
+        counters = figures.counters(stats, scheduler, blocks, publisher)
         return Stats(query_id, gauges, counters, stats.histograms())

@@ -20,6 +20,11 @@ class NewSequence:
     eos_token_ids: tuple[int, ...]
     """Empty under ignore_eos. Banned, with the stop ids, until min_tokens."""
 
+    @property
+    def num_candidates(self) -> int:
+        """Of a beam: next tokens that it offers. Among so many there are always beam_width that do not end it."""
+        return self.sampling.beam_width + len({*self.eos_token_ids, *self.sampling.stop_token_ids})
+
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: compute tokens [start, start + num_tokens) and perhaps sample the next.
@@ -52,6 +57,19 @@ class StepLoad(msgspec.Struct, frozen=True, gc=False):
     """Tokens whose KV the decodes read."""
     num_prefills: int = 0
     """Sequences with a chunk in it."""
+    num_prefill_kv_tokens: int = 0
+    """Tokens before the chunks, whose KV they read."""
+
+    def with_chunk(self, num_tokens: int, context_tokens: int) -> "StepLoad":
+        """The load with one more prefill chunk, behind `context_tokens` of its sequence."""
+        return StepLoad(
+            self.num_prefill_tokens + num_tokens,
+            self.num_prefill_pairs + num_tokens * context_tokens + num_tokens * (num_tokens + 1) // 2,
+            self.num_decodes,
+            self.num_decode_kv_tokens,
+            self.num_prefills + 1,
+            self.num_prefill_kv_tokens + context_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +100,11 @@ class StepTokens:
     """What a collected step sampled: one id for each scheduled entry with `samples`, in the plan's order."""
 
     token_ids: list[int]
-    """-1 for a sequence that is named in `failed`."""
+    """-1 for a sequence that is named in `failed` or `candidates`."""
     failed: dict[int, str] = field(default_factory=dict)
     """sequence_id → why no token could be sampled for it. It ends with `error`; the others go on."""
     logprobs: dict[int, float] = field(default_factory=dict)
     """sequence_id → log probability of its sampled token, for sequences whose SamplingParams rank choices."""
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    """sequence_id → the 2 * beam_width likeliest next tokens with their log probabilities, likeliest first, for beam
-    search; its entry in token_ids is the first of them."""
+    """sequence_id → its NewSequence.num_candidates likeliest next tokens, fewer where others are banned, with their log
+    probabilities: likeliest first, the lowest id on a tie. For beam search, in which the scheduler chooses."""

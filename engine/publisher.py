@@ -41,6 +41,8 @@ class Stream:
     attach_grace_s: float
     request: Request | None
     """None once it has ended. Its gateway_id and request_id are the address."""
+    tenant: str = ""
+    """Who may attach to it."""
     ended_tokens: dict[int, bytes] = field(default_factory=dict)
     """Generated tokens of the choices that have ended."""
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -56,15 +58,21 @@ class Stream:
     def num_tokens(self) -> dict[int, int]:
         """Generated tokens by choice."""
         counts = {choice: len(tokens) // 4 for choice, tokens in self.ended_tokens.items()}
-        if self.request is not None:
-            counts |= {s.choice: s.num_output for s in self.request.sequences if s.choice not in counts}
+        request = self.request
+        if request is not None and request.sampling.ranks_choices:
+            return dict.fromkeys(range(request.sampling.n), 0)  # nothing is handed out before the end
+        if request is not None:
+            counts |= {s.choice: s.num_output for s in request.sequences if s.choice not in counts}
         return counts
 
     def tokens_from(self, start: int) -> list[bytes]:
         """Each choice's generated tokens from number `start` on, packed."""
         tails = {choice: tokens[4 * start :] for choice, tokens in self.ended_tokens.items()}
-        if self.request is not None:
-            for sequence in self.request.sequences:
+        request = self.request
+        if request is not None and request.sampling.ranks_choices:
+            return [b""] * request.sampling.n
+        if request is not None:
+            for sequence in request.sequences:
                 if sequence.choice not in tails:
                     tails[sequence.choice] = pack_ids(sequence.token_ids[sequence.num_prompt + start :])
         return [tails[choice] for choice in sorted(tails)]
@@ -132,6 +140,7 @@ class Publisher:
             prompt_token_ids=pack_ids(request.prompt_token_ids),
             attach_grace_s=request.attach_grace_s,
             request=request,
+            tenant=request.tenant,
         )
         for choice in request.finished_choices:
             prior = request.prior_token_ids

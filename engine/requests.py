@@ -10,6 +10,9 @@ from collections.abc import Callable
 from engine.inbox import Inbox
 from engine.intake import MAX_REQUEST_ID, to_request
 from engine.publisher import NO_GATEWAY, Publisher, Stream
+from engine.scheduling.drain import predict_drain_s
+from engine.scheduling.latency import LatencyModel
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.queue import QueueFull
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request, SequenceOutput, SequenceState
@@ -23,6 +26,10 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 120.0
+_PREDICT_EVERY_S = 0.25
+"""Under overload many are refused, and looking through what waits costs a while."""
+_UNKNOWN_OUTPUT = 128
+"""Tokens that a choice is expected to generate while none has ended."""
 
 
 class Requests:
@@ -33,6 +40,8 @@ class Requests:
         config: EngineConfig,
         model: ModelFacts,
         scheduler: Scheduler,
+        limits: SchedulerLimits,
+        latency: LatencyModel,
         publisher: Publisher,
         inbox: Inbox,
         stats: EngineStats,
@@ -41,12 +50,16 @@ class Requests:
         self._config = config
         self._model = model
         self._scheduler = scheduler
+        self._limits = limits
+        self._latency = latency
         self._publisher = publisher
         self._inbox = inbox
         self._stats = stats
         self._clock = clock
         self.ended: list[SequenceOutput] = []
         """Ends that no step brought about and that are not yet published. The loop takes them away."""
+        self._drain_s = _SHORTEST_RETRY_S
+        self._predict_again_s = 0.0
         self._over_limit: set[bytes] = set()
         """Gateways that have too much unacknowledged: their requests are paused."""
 
@@ -93,7 +106,10 @@ class Requests:
     def abort(self, gateway_id: bytes, abort: Abort) -> None:
         stream = self._publisher.at(gateway_id, abort.request_id)
         if stream is not None and stream.request is not None:
-            self.end(stream.request, abort.cause)
+            if abort.choice < 0:
+                self.end(stream.request, abort.cause)
+            elif not stream.request.sampling.ranks_choices:  # what is ranked has no choices before its end
+                self.ended += self._scheduler.abort(stream.request, abort.cause, abort.choice)
         else:
             self._publisher.finish_unknown(gateway_id, abort.request_id, abort.cause)
 
@@ -108,10 +124,19 @@ class Requests:
         self._inbox.send(gateway_id, Rejected(request_id, code, text, field, retry_after_s))
 
     def _retry_after_s(self) -> float:
-        """How long those that wait now will take to be served, by what requests took of late."""
-        running = max(1, self._scheduler.num_running)
-        predicted_s = self._stats.e2e.recent_mean * self._scheduler.num_waiting / running
-        return min(max(predicted_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+        """How long it will take, by the latency model, to serve all that wait and run now."""
+        now_s = self._clock()
+        if now_s >= self._predict_again_s:
+            drain_s = predict_drain_s(
+                self._publisher.live(),
+                self._scheduler.num_running,
+                self._stats.output_tokens.recent_mean or _UNKNOWN_OUTPUT,
+                self._limits,
+                self._latency,
+            )
+            self._drain_s = min(max(drain_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S)
+            self._predict_again_s = now_s + _PREDICT_EVERY_S
+        return self._drain_s
 
     # They change hands
 
@@ -119,7 +144,7 @@ class Requests:
         """A stream without a grace period can be taken up again by its own gateway only, while it lives."""
         stream = self._publisher.find(attach.stream_id)
         is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
-        if stream is None or not (stream.attach_grace_s > 0 or is_own):
+        if stream is None or stream.tenant != attach.tenant or not (stream.attach_grace_s > 0 or is_own):
             text = "no such stream, or it may not be attached to"
             self._reject(gateway_id, attach.request_id, "unknown_stream", text)
             return

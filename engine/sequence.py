@@ -33,7 +33,8 @@ class Sequence:
     num_prompt: int
     """Tokens of the prompt, without those of a continuation: output starts here."""
     max_len: int
-    """With this many tokens it ends with `length`."""
+    """With this many tokens it ends with `length`. Of a beam: so many that it never decodes on its own, but with the
+    other beams of its request (scheduling/beams.py)."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end it: the model's end-of-sequence ids unless they are ignored, and the request's stop ids."""
     rank: tuple[int, float, int] = (0, 0.0, 0)
@@ -52,10 +53,16 @@ class Sequence:
     """Runs, and has not come to its first sampled token since it was admitted."""
     is_fetching: bool = False
     """Waits, and part of its blocks are on their way up from host memory or disk: it can't run yet."""
+    is_resident: bool = False
+    """The executor has its block table: it has run on the blocks that it holds."""
     must_progress: bool = False
     """Readmitted after a preemption, and no token sampled since: not a victim again."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Of these, those in which its blocks were copied to host memory."""
+    num_charged: int = 0
+    """Of its tokens, counted from the first: those that its tenant has been charged for, or need not be."""
     num_recompute: int = 0
     """Tokens that were computed when it was last preempted."""
     num_published: int = 0
@@ -100,16 +107,26 @@ class Request:
     """Continuation: the tokens that each choice has generated before; they count against max_tokens."""
     finished_choices: list[int] = field(default_factory=list)
     """Continuation: choices that ended before and are not run again."""
+    shares_prefix: bool = False
+    """Its prefixes are those of all who share, not its tenant's own."""
     packed_prompt: bytes = b""
     """The prompt as it came over the wire (protocol.pack_ids), so that nobody need pack it again; may be empty."""
     is_paused: bool = False
     sequences: list[Sequence] = field(default_factory=list)
+    """Its choices. Where choices are ranked: what they are chosen from, until all have ended."""
+    first_sequence_id: int = -1
+    """Of the sequence that was its first."""
     first_scheduled_s: float = 0.0
     first_token_s: float = 0.0
 
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def prefix_namespace(self) -> tuple[str, str]:
+        """Within which its prompt is looked for in the prefix cache, and kept."""
+        return "" if self.shares_prefix else self.tenant, self.cache_salt
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False):

@@ -86,6 +86,8 @@ class EngineStats:
         """Seconds from arrival to the first token, per request."""
         self.e2e = Tally()
         """Seconds from arrival to the end, per request."""
+        self.output_tokens = Tally(())
+        """Tokens generated per choice of a request that has ended; for their mean."""
         self.decode_step = Tally()
         """Seconds of a step with decodes only, launch to collect."""
         self.batch_size = 0
@@ -112,6 +114,7 @@ class EngineStats:
         if output.finish_reason == "abort":
             self._count_cause(output.cause)
         self.e2e.add(now_s - request.arrival_s)
+        self.output_tokens.add(sum(sequence.num_output for sequence in request.sequences) / len(request.sequences))
         if request.first_scheduled_s:
             self.queue.add(request.first_scheduled_s - request.arrival_s)
         if request.first_token_s:

@@ -1,8 +1,19 @@
 """KV blocks on their way between device, host memory and disk: what KV memory asks for, and what comes back."""
 
+import hashlib
 from enum import IntEnum
+from typing import Final
 
 import msgspec
+
+DIGEST_BYTES: Final = 32
+
+
+def block_digest(parent_digest: bytes, tokens: bytes) -> bytes:
+    """The name of the block with these packed tokens behind the block, or the namespace, with that digest: who knows
+    it knows every token from the root on. BLAKE2b of 256 bits; parent_digest has a fixed length, so nothing is
+    ambiguous."""
+    return hashlib.blake2b(parent_digest + tokens, digest_size=DIGEST_BYTES).digest()
 
 
 class TransferKind(IntEnum):

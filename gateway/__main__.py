@@ -10,6 +10,7 @@ SIGTERM or SIGINT drains (readiness off, live streams go on for shutdown_grace_s
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ import uvloop
 
 from gateway import keys
 from gateway.app import Server, make_app
+from gateway.auth import ApiKeys, load_api_keys
 from gateway.engine_client import EngineState
 from gateway.supervisor import EngineFailed, Supervisor, engine_command
 from gateway.tokenizer import Tokenizer
@@ -53,8 +55,9 @@ def main(argv: Sequence[str]) -> int:
             endpoint = default_endpoint(f"engine-{os.getpid()}")
         else:
             endpoint = default_endpoint()
+        api_keys = load_api_keys(config.api_keys_file, os.environ, config.share_prefix_cache)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Process(config, endpoint, engine_flags).run())
+            return runner.run(_Process(config, endpoint, engine_flags, api_keys).run())
     except ConfigError as error:
         exit_with(error)
 
@@ -62,8 +65,9 @@ def main(argv: Sequence[str]) -> int:
 class _Process:
     """What lives from the first line to the exit status."""
 
-    def __init__(self, config: GatewayConfig, endpoint: str, engine_flags: list[str] | None) -> None:
+    def __init__(self, config: GatewayConfig, endpoint: str, engine_flags: list[str] | None, api_keys: ApiKeys) -> None:
         self._config = config
+        self._api_keys = api_keys
         self._endpoint = endpoint
         self._supervisor: Supervisor | None = None
         if engine_flags is not None:
@@ -74,6 +78,7 @@ class _Process:
             endpoint=endpoint,
             curve_keys=load_curve_keys(config.curve_secret_key_file, config.curve_server_key),
             on_state=self._on_state,
+            api_keys=api_keys,
         )
         self._server = Server(self._app)
         self._stage = ""
@@ -94,7 +99,9 @@ class _Process:
             print(f"streamkv: cannot listen on {self._config.host}:{self._config.port}: {error}", file=sys.stderr)
             await self._server.close()
             return EXIT_FAILED
-        logger.info("listening", extra=log.fields(url=self._server.url))
+        logger.info("listening", extra=log.fields(url=self._server.url, num_api_keys=len(self._api_keys)))
+        if not self._api_keys and not _is_loopback(self._config.host):
+            logger.warning("anybody who can reach this port can use it: there are no API keys")
         supervising = asyncio.create_task(self._supervisor.run()) if self._supervisor is not None else None
         tokenizing = self._app[keys.TOKENIZER].start()
         tokenizing.add_done_callback(lambda _: self._announce())
@@ -182,11 +189,19 @@ class _Process:
         body = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
         name = self._app[keys.GENERATION].model_name
         url = self._server.url
+        key = '-H "Authorization: Bearer $STREAMKV_API_KEY" ' if self._api_keys else ""
         print(
             f"Ready: {name} at {url}   Try: curl -N {url}/v1/chat/completions "
-            f"-H 'Content-Type: application/json' -d '{body}'",
+            f"{key}-H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 if __name__ == "__main__":

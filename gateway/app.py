@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from aiohttp import WSCloseCode, web
+from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
 from aiohttp.typedefs import Handler
 
 from gateway import keys
 from gateway.admission import Admission
+from gateway.auth import ApiKeys
 from gateway.engine_client import EngineClient, EngineState
 from gateway.errors import describe, describe_status
 from gateway.generation import Generation, TokenizerSource
@@ -22,6 +24,7 @@ from gateway.sse import KeepAlives
 from gateway.streams import Outbox
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
+from streamkv.log import fields
 from streamkv.transport import CurveKeys
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 SEND_BUFFER_BYTES: Final = 64 * 1024
 """Of each accepted socket. Left alone, the kernel takes some 4 MB of a stream before anyone notices a slow reader."""
 SHUTDOWN_TIMEOUT_S: Final = 2.0
+OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+"""Need no API key: load balancers ask there, and learn nothing of what others do."""
 _BACKLOG: Final = 1024
 
 
@@ -39,10 +44,15 @@ def make_app(
     endpoint: str,
     curve_keys: CurveKeys | None = None,
     on_state: Callable[[EngineState], None] | None = None,
+    api_keys: ApiKeys | None = None,
 ) -> web.Application:
-    """The gateway for the engine at `endpoint`. load_tokenizer is slow and called once, on a thread."""
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_answer_errors])
+    """The gateway for the engine at `endpoint`. load_tokenizer is slow and called once, on a thread.
+
+    api_keys: who is let in; None: everybody.
+    """
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_answer_errors, _authenticate])
     app[keys.CONFIG] = config
+    app[keys.API_KEYS] = api_keys or ApiKeys()
     app[keys.STARTED_AT] = time.time()
     app[keys.METRICS] = GatewayMetrics()
     app[keys.KEEP_ALIVES] = KeepAlives(config.keepalive_s)
@@ -125,15 +135,79 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     return web.Response(body=answer.body, status=answer.status, content_type="application/json", headers=headers)
 
 
+@web.middleware
+async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Who asks; nobody learns without a key which paths there are. Raises Unauthorized."""
+    resource = request.match_info.route.resource
+    if resource is None or resource.canonical not in OPEN_PATHS:
+        request[keys.CALLER] = request.app[keys.API_KEYS].authenticate(request.headers)
+    return await handler(request)
+
+
+class _Connection(web.RequestHandler):
+    """One connection. What aiohttp's parser refuses is answered like any other error, and logged in one line: neither
+    has what came, which may be part of a key or of a prompt."""
+
+    __slots__ = ("_metrics",)
+
+    def __init__(self, server: web.Server, metrics: GatewayMetrics) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is what turns it off
+        self._metrics = metrics
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status < 500:
+            level = logging.DEBUG if isinstance(exc, BadHttpMethod) else logging.INFO  # many speak TLS to an open port
+            logger.log(level, "refused what is not HTTP", extra=fields(error=type(exc).__name__))
+        else:
+            logger.error("a request failed outside of its handler", exc_info=exc)
+        if request.writer.output_size:
+            raise ConnectionError("a status line is out: there can be no second answer")
+        what = "a line of it is too long" if isinstance(exc, LineTooLong) else "it breaks the rules of HTTP/1.1"
+        answer = describe_status(status, f"the request cannot be read: {what}")
+        self._metrics.refused[str(status)] += 1
+        response = web.Response(body=answer.body, status=status, content_type="application/json")
+        response.force_close()
+        return response
+
+
+class _Connections(web.Server):
+    """Makes a _Connection for each socket; otherwise the server that it was made from."""
+
+    def __init__(self, server: web.Server, metrics: GatewayMetrics) -> None:
+        super().__init__(
+            server.request_handler,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+        )
+        self._metrics = metrics
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, self._metrics)
+
+
+class _Runner(web.AppRunner):
+    """An application's runner whose connections are _Connections."""
+
+    __slots__ = ()
+
+    async def _make_server(self) -> web.Server:
+        return _Connections(await super()._make_server(), self.app[keys.METRICS])
+
+
 class Server:
     """The application behind an open port."""
 
     def __init__(self, app: web.Application) -> None:
         # Without handler_cancellation a handler would run on after its client has gone.
         self._app = app
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S
-        )
+        self._runner = _Runner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         self.url = ""
 
     async def start(self, host: str, port: int) -> None:

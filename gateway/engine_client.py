@@ -103,6 +103,10 @@ class Sink(Protocol):
     def stream_id(self) -> bytes: ...
 
     @property
+    def tenant(self) -> str:
+        """Whose it is, as its Submit says."""
+
+    @property
     def num_known_tokens(self) -> int:
         """Tokens that every choice has here: the first one that may be missing."""
 
@@ -223,6 +227,16 @@ class EngineClient:
         if request_id and not self._socket.send(encode(Abort(request_id, cause))):
             self._unsent_aborts[request_id] = cause
 
+    def abort_choice(self, sink: Sink, choice: int, cause: str) -> None:
+        """Stop one choice of a request of which others go on. What of it is on its way may still come.
+
+        Not kept for an engine that is not connected: a later Submit leaves the choice out, and who is attached again
+        asks anew.
+        """
+        request_id = self._id_by_sink.get(sink, 0)
+        if request_id:
+            self._socket.send(encode(Abort(request_id, cause, choice)))
+
     def release(self, sink: Sink) -> None:
         """Forget a request that goes on in the engine: somebody attaches to it."""
         self._forget(sink)
@@ -294,7 +308,7 @@ class EngineClient:
 
     def _send_attach(self, sink: Sink) -> None:
         request_id = self._take_id(sink)
-        if not self._socket.send(encode(Attach(request_id, sink.stream_id, sink.num_known_tokens))):
+        if not self._socket.send(encode(Attach(request_id, sink.stream_id, sink.num_known_tokens, sink.tenant))):
             self._unsent.add(sink)
         elif sink.is_paused:
             self.pause(sink)  # an attached stream begins to run

@@ -9,6 +9,7 @@ import math
 import msgspec
 
 from gateway.admission import UnknownModel
+from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
 from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from streamkv.errors import InvalidField, ModelError
@@ -16,6 +17,7 @@ from streamkv.errors import InvalidField, ModelError
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 _INTERNAL_MESSAGE = "the server made a mistake; its log says more"
+_LONGEST_RETRY_S = 3600
 
 _OF_STATUS = {
     404: ("not_found", "there is nothing at this path"),
@@ -44,15 +46,34 @@ class _Meaning(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float = 0.0
+    """Of a 503."""
+    headers: dict[str, str] = {}
 
     def fields(self) -> dict[str, object]:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+    @property
+    def retry_after(self) -> int:
+        """Whole seconds, and never 0, which would say: at once."""
+        if not math.isfinite(self.retry_after_s):
+            return _LONGEST_RETRY_S
+        return min(max(1, math.ceil(self.retry_after_s)), _LONGEST_RETRY_S)
+
+    def event_fields(self) -> dict[str, object]:
+        """An event has no header that could say when to try again."""
+        return self.fields() | ({"retry_after_s": self.retry_after} if self.status == 503 else {})
 
 
 def _meaning(error: BaseException) -> _Meaning:
     match error:
         case InvalidField():
             return _Meaning(400, str(error), _INVALID, param=error.field, code="invalid_value")
+        case Unauthorized():
+            reason = "" if error.is_missing else ', error="invalid_token"'
+            challenge = {"WWW-Authenticate": f'Bearer realm="streamkv"{reason}'}
+            return _Meaning(401, str(error), _INVALID, code="invalid_api_key", headers=challenge)
+        case OriginRefused():
+            return _Meaning(403, str(error), _INVALID, code="origin_not_allowed")
         case UnknownModel():
             return _Meaning(404, str(error), _INVALID, param="model", code="model_not_found")
         case UnknownStream():
@@ -75,28 +96,29 @@ def _meaning(error: BaseException) -> _Meaning:
 def describe(error: BaseException) -> ErrorAnswer:
     """The whole answer for an exception. Of one that has no entry here a client learns nothing but the 500."""
     meaning = _meaning(error)
-    # Whole seconds, and never 0, which would say: at once
-    headers = {"Retry-After": str(max(1, math.ceil(meaning.retry_after_s)))} if meaning.status == 503 else {}
-    return ErrorAnswer(meaning.status, _encode(meaning), headers)
+    headers = meaning.headers | ({"Retry-After": str(meaning.retry_after)} if meaning.status == 503 else {})
+    return ErrorAnswer(meaning.status, _encode(meaning.fields()), headers)
 
 
 def describe_status(status: int, message: str) -> ErrorAnswer:
     """The answer for an error that aiohttp found: no such path or method, a body over the limit or of a wrong type."""
     code, instead = _OF_STATUS.get(status, (None, ""))
     if status >= 500:
-        return ErrorAnswer(status, _encode(_Meaning(status, _INTERNAL_MESSAGE, _SERVER, code="internal_error")))
-    return ErrorAnswer(status, _encode(_Meaning(status, instead or message, _INVALID, code=code)))
+        meaning = _Meaning(status, _INTERNAL_MESSAGE, _SERVER, code="internal_error")
+    else:
+        meaning = _Meaning(status, instead or message, _INVALID, code=code)
+    return ErrorAnswer(status, _encode(meaning.fields()))
 
 
 def error_body(error: BaseException) -> bytes:
-    """OpenAI's error object, as a stream's last event has it."""
-    return _encode(_meaning(error))
+    """OpenAI's error object, as a stream's last event has it; of a 503 with retry_after_s."""
+    return _encode(_meaning(error).event_fields())
 
 
 def error_fields(error: BaseException) -> dict[str, object]:
-    """message, type, param and code, for an event of a WebSocket."""
-    return _meaning(error).fields()
+    """message, type, param and code, and retry_after_s of a 503, for an event of a WebSocket."""
+    return _meaning(error).event_fields()
 
 
-def _encode(meaning: _Meaning) -> bytes:
-    return msgspec.json.encode({"error": meaning.fields()})
+def _encode(fields: dict[str, object]) -> bytes:
+    return msgspec.json.encode({"error": fields})

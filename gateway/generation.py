@@ -10,10 +10,11 @@ from typing import Final
 
 from gateway.admission import Admission, UnknownModel
 from gateway.answers import AnswerForm
+from gateway.auth import Caller
 from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.metrics import GatewayMetrics
 from gateway.schema import ChatRequest, CompletionRequest, RequestLimits
-from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, new_stream_id
+from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, UnknownStream, new_stream_id
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
@@ -136,10 +137,11 @@ class Generation:
             return RequestLimits(vocab_size=tokenizer.vocab_size)
         return RequestLimits(vocab_size=ready.model.vocab_size, max_model_len=ready.model.max_model_len)
 
-    async def prepare(self, request: Request, attach_grace_s: float = 0.0) -> Prepared:
+    async def prepare(self, request: Request, caller: Caller, attach_grace_s: float = 0.0) -> Prepared:
         """Check, encode and wait for the engine. Raises InvalidField, UnknownModel, EngineUnavailable, ModelError.
 
-        attach_grace_s: how long the stream goes on without its client, for somebody to attach to it.
+        caller: whose share of the engine and, unless it shares, whose prefix cache it uses. attach_grace_s: how long
+        the stream goes on without its client, for somebody to attach to it.
         """
         arrived = asyncio.get_running_loop().time()
         self._admission.check()
@@ -190,6 +192,8 @@ class Generation:
             priority=options.priority,
             attach_grace_s=attach_grace_s,
             label=options.request_id,
+            key=caller.name,
+            shares_prefix=caller.shares_prefix,
         )
         form = AnswerForm(
             is_chat=state.is_chat,
@@ -205,7 +209,9 @@ class Generation:
 
     def start(self, prepared: Prepared, outlet: Outlet) -> Stream:
         """Submit it. Its owner cancels the stream when its client goes."""
-        stream = self._new_stream(new_stream_id(), prepared.tokenizer, outlet, prepared.arrived, 0)
+        stream = self._new_stream(
+            new_stream_id(), prepared.tokenizer, outlet, prepared.arrived, from_token=0, tenant=prepared.state.key
+        )
         try:
             stream.begin(prepared.state, prepared.prompt_token_ids)
         except BaseException:
@@ -214,18 +220,29 @@ class Generation:
         self._metrics.num_prompt_tokens += len(prepared.prompt_token_ids)
         return stream
 
-    async def attach(self, stream_id: bytes, from_token: int, outlet: Outlet) -> Stream:
-        """Take up a live or recently ended stream, here or at another gateway. Who had it gets an end by `abort`.
+    async def attach(self, stream_id: bytes, from_token: int, outlet: Outlet, caller: Caller) -> Stream:
+        """Take up a caller's live or recently ended stream, here or at another gateway. Who had it gets an end by
+        `abort`.
 
-        Its `started` tells whether it was found. Raises EngineUnavailable.
+        Its `started` tells whether it was found. Raises EngineUnavailable, UnknownStream.
         """
         tokenizer = await self._tokenizer.get()
         await self._admission.enter()
         self._check_fit()
-        old = self._live.get(stream_id)
+        while (old := self._live.get(stream_id)) is not None and old.tenant != caller.name:
+            if old.state is not None:
+                raise UnknownStream("no such stream, or it may not be attached to")
+            await asyncio.wait([old.started])  # an attach, of which only the engine knows whether it is the owner's
         if old is not None:
             old.hand_over()
-        stream = self._new_stream(stream_id, tokenizer, outlet, asyncio.get_running_loop().time(), from_token)
+        stream = self._new_stream(
+            stream_id,
+            tokenizer,
+            outlet,
+            asyncio.get_running_loop().time(),
+            from_token=from_token,
+            tenant=caller.name,
+        )
         try:
             stream.begin_attach()
         except BaseException:
@@ -235,7 +252,14 @@ class Generation:
         return stream
 
     def _new_stream(
-        self, stream_id: bytes, tokenizer: Tokenizer, outlet: Outlet, arrived: float, from_token: int
+        self,
+        stream_id: bytes,
+        tokenizer: Tokenizer,
+        outlet: Outlet,
+        arrived: float,
+        *,
+        from_token: int,
+        tenant: str,
     ) -> Stream:
         stream = Stream(
             self._engine,
@@ -245,6 +269,7 @@ class Generation:
             arrived=arrived,
             on_end=self._on_end,
             from_token=from_token,
+            tenant=tenant,
         )
         loop = asyncio.get_running_loop()
         self._live[stream_id] = stream
@@ -311,7 +336,8 @@ class Generation:
         metrics.outcomes[reason] += 1
         if reason == "abort":
             metrics.aborts[cause] += 1
-        if times.first_token:
+        # Tokens of ranked choices come all at the end, so they have neither time.
+        if times.first_token and not (stream.state is not None and stream.state.sampling.ranks_choices):
             metrics.ttft.observe(times.first_token - times.arrived)
             if num_output > 1:
                 metrics.tpot.observe((times.ended - times.first_token) / (num_output - 1))
@@ -320,6 +346,7 @@ class Generation:
             "request ended",
             extra=fields(
                 request_id=(stream.state.label if stream.state is not None else "") or stream.stream_id.hex()[:8],
+                key=stream.tenant or None,
                 reason=reason,
                 cause=cause or None,
                 num_prompt=stream.num_prompt,

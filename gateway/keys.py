@@ -1,10 +1,11 @@
-"""Typed keys of what hangs on the app, so that routes need not import it."""
+"""Typed keys of what hangs on the app and on a request, so that routes need not import it."""
 
 from typing import Final
 
 from aiohttp import web
 
 from gateway.admission import Admission
+from gateway.auth import ApiKeys, Caller
 from gateway.engine_client import EngineClient
 from gateway.generation import Generation, TokenizerSource
 from gateway.metrics import GatewayMetrics
@@ -21,6 +22,7 @@ class OpenSockets:
 
 
 CONFIG: Final = web.AppKey("config", GatewayConfig)
+API_KEYS: Final = web.AppKey("api_keys", ApiKeys)
 ENGINE: Final = web.AppKey("engine", EngineClient)
 TOKENIZER: Final = web.AppKey("tokenizer", TokenizerSource)
 ADMISSION: Final = web.AppKey("admission", Admission)
@@ -31,3 +33,5 @@ KEEP_ALIVES: Final = web.AppKey("keep_alives", KeepAlives)
 SOCKETS: Final = web.AppKey("sockets", OpenSockets)
 STARTED_AT: Final = web.AppKey("started_at", float)
 """Unix time."""
+CALLER: Final = web.RequestKey("caller", Caller)
+"""Whose request it is; not there at a path that is open to all."""

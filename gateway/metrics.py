@@ -3,15 +3,106 @@
 Observed once per request or per scrape, never per token.
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from streamkv.protocol import Histogram, Stats
 
 PREFIX = "streamkv_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+HELP: Final[Mapping[str, str]] = {
+    # The gateway's own
+    "engine_ready": "1 while the engine takes work, else 0",
+    "e2e_request_latency_seconds": "From a request's arrival to its end",
+    "gateway_aborts_total": "Requests that ended by abort, by cause",
+    "gateway_attached_streams_total": "Streams that a client took up again",
+    "gateway_engine_losses_total": "Times that an engine which took work was lost",
+    "gateway_live_streams": "Streams that have not ended",
+    "gateway_output_tokens_total": "Tokens of choices that were returned, without what came behind a stop string",
+    "gateway_prompt_tokens_total": "Tokens of the prompts that went to the engine",
+    "gateway_refused_total": "Answers with an error status, by status",
+    "gateway_requests_total": "Requests that reached the engine, by how they ended",
+    "gateway_resubmitted_total": "Streams that were sent to an engine again after theirs was lost",
+    "gateway_slow_reader_pauses_total": "Times that generation was paused for a client that did not read",
+    "gateway_streams_total": "Streams that were begun or taken up",
+    "gateway_uptime_seconds": "Since the gateway's start",
+    "gateway_waiting_for_engine": "Requests that wait for the engine to be ready",
+    "gateway_websockets": "Open WebSockets",
+    "gateway_wire_bytes_total": "Bytes of step outputs that came from the engine",
+    "gateway_wire_tokens_total": "Tokens that came from the engine",
+    "time_per_output_token_seconds": "Mean time per token after a request's first",
+    "time_to_first_token_seconds": "From a request's arrival at the gateway to its first token",
+    # Requests and steps in the engine
+    "aborts_total": "Requests that were ended before their time, by cause",
+    "avg_decode_latency_ms": "Mean time of the newest steps that held decodes only",
+    "avg_e2e_latency_ms": "Mean time of the newest requests from arrival to end",
+    "avg_prefill_latency_ms": "Mean time of the newest requests from their first step to their first token",
+    "batch_size": "Sequences in the step that runs",
+    "engine_decode_step_seconds": "Steps that held decodes only, from launch to collection",
+    "engine_e2e_seconds": "From a request's arrival at the engine to its end",
+    "engine_prefill_seconds": "From a request's first step to its first token",
+    "engine_queue_seconds": "From a request's arrival at the engine to its first step",
+    "engine_time_to_first_token_seconds": "From a request's arrival at the engine to its first token",
+    "gateways_lost_total": "Gateways that fell silent for too long",
+    "generated_tokens_total": "Tokens that were generated",
+    "kept_stream_bytes": "Memory for ended streams that can still be attached to",
+    "kept_streams_dropped_total": "Ended streams that lack of memory cost their grace period",
+    "latency_model_error": "Mean of |predicted - measured| / measured over the newest steps",
+    "num_detached_streams": "Live streams without a gateway",
+    "num_gateways": "Gateways that the engine hears",
+    "num_kept_streams": "Ended streams that can still be attached to",
+    "num_live_streams": "Streams in the engine that have not ended",
+    "num_paused_requests": "Requests that stand aside for a slow reader",
+    "num_paused_sequences": "Sequences that stand aside for a slow reader",
+    "num_running_requests": "Requests of which a choice runs",
+    "num_running_sequences": "Sequences that run",
+    "num_waiting_requests": "Requests that wait to run",
+    "num_waiting_sequences": "Sequences that wait to run",
+    "pauses_total": "Times that a request was set aside",
+    "prefill_tokens_total": "Prompt tokens that were computed, those computed again included",
+    "prompt_tokens_total": "Tokens of the prompts that the engine took in",
+    "recomputed_tokens_total": "Tokens that were computed again after a preemption",
+    "requests_ended_total": "Requests by how they ended",
+    "requests_received_total": "Requests that gateways sent",
+    "requests_rejected_total": "Requests that the engine did not take, by code",
+    "seconds_since_last_step": "Since a step finished while there is work",
+    "steps_total": "Steps that were computed",
+    "streams_attached_total": "Streams that a gateway took up again",
+    "tokens_per_second": "Tokens generated per second over the last ten seconds",
+    "unacked_bytes": "Output that gateways have not acknowledged",
+    "unacked_pauses_total": "Times that a gateway's requests were set aside for what it had not acknowledged",
+    "unreturned_tokens_total": "Tokens of choices that were made and, by best_of or beam search, not returned",
+    "wasted_tokens_total": "Tokens that were computed for sequences that had ended",
+    "wire_errors_total": "Messages from gateways that were dropped, by code",
+    # KV memory
+    "copy_on_write_copies_total": "Blocks that were copied because they were to be written and were shared",
+    "damaged_disk_blocks_total": "Blocks that the disk was to give and could not; they were computed",
+    "disk_hit_tokens_total": "Tokens that came from disk instead of being computed",
+    "host_hit_tokens_total": "Tokens that came from host memory instead of being computed",
+    "kv_cache_usage": "Owned blocks over all blocks, 0 to 1",
+    "kv_slot_utilization": "Computed tokens over the slots of owned blocks, 0 to 1",
+    "num_allocated_blocks": "Blocks that sequences own",
+    "num_cached_blocks": "Blocks in the prefix cache that nobody owns",
+    "num_disk_blocks": "Blocks that the disk may hold",
+    "num_free_blocks": "Blocks that hold nothing",
+    "num_host_blocks": "Blocks that host memory below the device may hold",
+    "num_in_transfer_blocks": "Blocks that a running copy to or from host memory keeps",
+    "num_running_transfers": "Copies of blocks between device, host memory and disk that run",
+    "num_used_disk_blocks": "Blocks on disk",
+    "num_used_host_blocks": "Blocks in host memory below the device",
+    "offload_bytes_total": "Bytes of blocks that were copied, by direction",
+    "preemptions_total": "Times that a sequence lost its blocks, by how it comes back",
+    "prefix_cache_evictions_total": "Blocks that were dropped from the prefix cache",
+    "prefix_hit_tokens_total": "Prompt tokens that were found in the prefix cache",
+    "prefix_query_tokens_total": "Prompt tokens that were looked for in the prefix cache",
+    "transfers_total": "Copies of blocks between device, host memory and disk, by direction",
+}
+"""By name without prefix. What the engine sends under a name that is not here is shown without words."""
 
 _SECONDS = (
     0.001,
@@ -96,37 +187,43 @@ def render(
     _histogram(lines, "time_per_output_token_seconds", metrics.tpot.snapshot())
     _histogram(lines, "e2e_request_latency_seconds", metrics.e2e.snapshot())
     if engine is not None:
-        for name, value in engine.gauges.items():
-            _simple(lines, name, "gauge", value)
-        _engine_counters(lines, engine.counters)
+        _families(lines, "gauge", engine.gauges)
+        _families(lines, "counter", engine.counters)
         for name, histogram in engine.histograms.items():
             _histogram(lines, name, histogram)
     lines.append("")
     return "\n".join(lines).encode()
 
 
-def _simple(lines: list[str], name: str, kind: str, value: float) -> None:
+def _head(lines: list[str], name: str, kind: str) -> None:
+    """What stands before a family's samples."""
+    if text := HELP.get(name):
+        lines.append(f"# HELP {PREFIX}{name} {text}")
     lines.append(f"# TYPE {PREFIX}{name} {kind}")
+
+
+def _simple(lines: list[str], name: str, kind: str, value: float) -> None:
+    _head(lines, name, kind)
     lines.append(f"{PREFIX}{name} {_number(value)}")
 
 
 def _labelled(lines: list[str], name: str, label: str, values: Mapping[str, float]) -> None:
-    lines.append(f"# TYPE {PREFIX}{name} counter")
+    _head(lines, name, "counter")
     lines += (f'{PREFIX}{name}{{{label}="{_escaped(key)}"}} {_number(value)}' for key, value in sorted(values.items()))
 
 
-def _engine_counters(lines: list[str], counters: Mapping[str, float]) -> None:
+def _families(lines: list[str], kind: str, figures: Mapping[str, float]) -> None:
     """Names may carry labels, as `aborts_total{cause="cancelled"}`; those of one family stand together."""
     families: dict[str, list[tuple[str, float]]] = {}
-    for name, value in counters.items():
+    for name, value in figures.items():
         families.setdefault(name.partition("{")[0], []).append((name, value))
     for family, members in families.items():
-        lines.append(f"# TYPE {PREFIX}{family} counter")
+        _head(lines, family, kind)
         lines += (f"{PREFIX}{name} {_number(value)}" for name, value in members)
 
 
 def _histogram(lines: list[str], name: str, histogram: Histogram) -> None:
-    lines.append(f"# TYPE {PREFIX}{name} histogram")
+    _head(lines, name, "histogram")
     total = 0
     bounds: Iterable[str] = [*(_number(bound) for bound in histogram.bounds), "+Inf"]
     for bound, count in zip(bounds, histogram.counts, strict=True):
@@ -137,6 +234,8 @@ def _histogram(lines: list[str], name: str, histogram: Histogram) -> None:
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return repr(float(value)) if value != int(value) else str(int(value))
 
 

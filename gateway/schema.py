@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.chat_template import ROLES, ChatMessage
 from streamkv.errors import InvalidField
-from streamkv.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from streamkv.sampling import MAX_CHOICES, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_DEPTH: Final = 32
 """Objects and lists inside each other."""
@@ -60,6 +60,11 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int | None = None
     n: int = 1
+    best_of: int = 0
+    """0: n."""
+    beam_width: int = 0
+    """0: no beam search."""
+    length_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -112,6 +117,9 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
             min_p=self.min_p,
             stop_token_ids=list(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            best_of=self.best_of,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
         )
 
     def check(self) -> None:
@@ -535,9 +543,6 @@ def completion_from_fields(fields: dict[str, object], limits: RequestLimits) -> 
     reader.neutral("suffix", "")
     reader.neutral("echo", False)
     reader.neutral("logprobs")
-    best_of = reader.integer("best_of", 1, _INT32)
-    if best_of is not None and best_of != options.n:
-        raise InvalidField("best_of", f"is not supported; leave it out or send the value of n ({options.n})")
     reader.finish()
     return CompletionRequest(options=options, prompt=prompt, add_special_tokens=add_special_tokens)
 
@@ -563,18 +568,30 @@ def _read_options(reader: FieldReader, limits: RequestLimits, is_chat: bool) -> 
             max_tokens, max_tokens_field = newer, "max_completion_tokens"
     stream = reader.boolean("stream", default=False)
     include_usage, continuous_usage_stats = _read_stream_options(reader, stream)
+    n = _or_default(reader.integer("n", 1, MAX_CHOICES), 1)
+    ranking = _read_ranking(reader, n, stream)
+    stop = _read_stop(reader)
+    if stop and (ranking.best_of or ranking.beam_width):
+        raise InvalidField(
+            "stop",
+            f"cannot be used with {ranking.cause}: its choices are compared as tokens, before there is a text to stop; "
+            "leave it out or send stop_token_ids",
+        )
     options = GenerationOptions(
         model=reader.text("model", MAX_LABEL_CHARS),
         max_tokens=max_tokens,
         max_tokens_field=max_tokens_field,
         prompt_field="messages" if is_chat else "prompt",
-        temperature=reader.number("temperature", default=1.0),
+        temperature=reader.number("temperature", default=0.0 if ranking.beam_width else 1.0),
         top_p=reader.number("top_p", default=1.0),
         top_k=reader.integer("top_k", -1, _INT32 - 1) or 0,
         min_p=reader.number("min_p", default=0.0),
         seed=reader.integer("seed", 0, 2**64 - 1),
-        n=_or_default(reader.integer("n", 1, 128), 1),
-        stop=_read_stop(reader),
+        n=n,
+        best_of=ranking.best_of,
+        beam_width=ranking.beam_width,
+        length_penalty=ranking.length_penalty,
+        stop=stop,
         stop_token_ids=tuple(reader.token_ids("stop_token_ids", limits.vocab_size, MAX_STOP_TOKEN_IDS)),
         ignore_eos=reader.boolean("ignore_eos", default=False),
         min_tokens=reader.integer("min_tokens", 0, MAX_MAX_TOKENS) or 0,
@@ -600,8 +617,6 @@ def _read_options(reader: FieldReader, limits: RequestLimits, is_chat: bool) -> 
     reader.neutral("presence_penalty", 0)
     reader.neutral("frequency_penalty", 0)
     reader.neutral("repetition_penalty", 1)
-    reader.neutral("length_penalty", 1)
-    reader.neutral("use_beam_search", False)
     reader.neutral("response_format", {"type": "text"})
     for constraint in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"):
         reader.neutral(constraint)
@@ -615,6 +630,49 @@ def _read_options(reader: FieldReader, limits: RequestLimits, is_chat: bool) -> 
     # Labels and hints; spaces between special tokens are only put by tokenizers that this server does not use
     reader.ignored("metadata", "prompt_cache_key", "safety_identifier", "spaces_between_special_tokens")
     return options
+
+
+class _Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of more choices than are asked for are returned. Without any such wish all is as by default."""
+
+    best_of: int = 0
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    cause: str = ""
+    """The field that makes choices wait for each other."""
+
+
+def _read_ranking(reader: FieldReader, n: int, stream: bool) -> _Ranking:
+    """best_of: n to 128. use_beam_search: as many beams as beam_width says, or best_of, or n; length_penalty is for
+    them. What ranks its choices is not streamed."""
+    best_of = reader.integer("best_of", 1, MAX_CHOICES)
+    beam_width = reader.integer("beam_width", 1, MAX_CHOICES)
+    length_penalty = reader.number("length_penalty", default=1.0)
+    reader.neutral("early_stopping", False)
+    if best_of is not None and best_of < n:
+        raise InvalidField("best_of", f"must be at least n ({n}), got {best_of}")
+    if reader.boolean("use_beam_search", default=False):
+        if beam_width is not None and best_of is not None and best_of != beam_width:
+            raise InvalidField("best_of", f"is {best_of} but beam_width is {beam_width}; send one of them")
+        ranking = _Ranking(
+            beam_width=beam_width or best_of or n, length_penalty=length_penalty, cause="use_beam_search"
+        )
+    else:
+        if beam_width is not None:
+            raise InvalidField("beam_width", "needs use_beam_search to be true")
+        if length_penalty != 1.0:
+            raise InvalidField("length_penalty", "is for beams: it needs use_beam_search to be true, or must be 1")
+        if best_of is None or best_of == n:
+            return _Ranking()
+        ranking = _Ranking(best_of=best_of, cause="best_of")
+    if stream:
+        over = f" over n ({n})" if ranking.cause == "best_of" else ""
+        raise InvalidField(
+            ranking.cause,
+            f"cannot be streamed{over}: its choices are known only when all have ended; ask for them over HTTP, with "
+            "stream false",
+        )
+    return ranking
 
 
 def _or_default(value: int | None, default: int) -> int:

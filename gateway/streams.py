@@ -64,6 +64,8 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     """Whose stream it is; empty without API keys."""
     ended: tuple[Finished, ...] = ()
     """How choices ended under earlier engines; only the gateway can tell a later one."""
+    shares_prefix: bool = False
+    """As in Submit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +158,17 @@ class Stream:
         arrived: float,
         on_end: Callable[["Stream"], None],
         from_token: int = 0,
+        tenant: str = "",
     ) -> None:
-        """from_token: the client has each choice's tokens before this one, and is not sent them again."""
+        """from_token: the client has each choice's tokens before this one, and is not sent them again. tenant: the
+        name of its owner's API key."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._json_pieces = tokenizer.vocabulary.json_pieces
         self._outlet = outlet
         self._on_end = on_end
         self._from_token = from_token
+        self._tenant = tenant
         self._stream_id = stream_id
         self._state: StreamState | None = None
         self._prompt: bytes = b""
@@ -174,6 +179,8 @@ class Stream:
         self._takes_pieces = False
         """Choice 0 is past its first token, alone, and holds nothing back: a token's text is its piece."""
         self._num_open = 0
+        self._stopped: list[int] = []
+        """Choices that ended here, by a stop string, and go on in the engine, which has not been told."""
         self._epochs: set[int] = set()
         """The engine lives it was submitted to."""
         self._is_done = False
@@ -228,6 +235,10 @@ class Stream:
         return self._state
 
     @property
+    def tenant(self) -> str:
+        return self._tenant
+
+    @property
     def from_token(self) -> int:
         return self._from_token
 
@@ -272,8 +283,10 @@ class Stream:
             finished_choices=[choice.index for choice in self._choices if choice.ending is not None],
             priority=state.priority,
             attach_grace_s=state.attach_grace_s,
+            tenant=self._tenant,
             cache_salt=state.cache_salt,
             label=state.label,
+            shares_prefix=state.shares_prefix,
         )
 
     # What the wire brings
@@ -316,6 +329,10 @@ class Stream:
         self._takes_pieces = self._can_take_pieces()
         if self._num_open == 0:
             self._end()
+        else:
+            for index in self._stopped:
+                self._engine.abort_choice(self, index, "stop_string")
+            self._stopped.clear()
 
     def _can_take_pieces(self) -> bool:
         state, first = self._state, self._first
@@ -357,6 +374,8 @@ class Stream:
         known = {finished.choice: finished for finished in self._state.ended} if self._state is not None else {}
         for finished in attached.finished:
             self.finish(known.get(finished.choice, finished))
+        ended_there = {finished.choice for finished in attached.finished}
+        self._stopped += [choice.index for choice in self._choices if choice.ending and choice.index not in ended_there]
         self.flush()
         if not self.started.done():
             self.started.set_result(None)
@@ -398,6 +417,8 @@ class Stream:
         elif ending is not None:
             texts.append(json_inside(detokenizer.finish()))
         choice.ending = ending
+        if ending is not None and finished is None:
+            self._stopped.append(choice.index)
         num_shown = _num_shown(choice)
         token_ids = choice.token_ids[max(choice.num_sent, self._from_token) : num_shown]
         choice.num_sent = num_shown
@@ -467,8 +488,7 @@ class Stream:
         self._is_done = True
         self._takes_pieces = False
         self.times.ended = asyncio.get_running_loop().time()
-        # Choices may have ended here by a stop string while the engine goes on; for the rest this is only forgotten.
-        if any(choice.ending is not None and choice.ending.cause == "stop_string" for choice in self._choices):
+        if self._stopped:
             self._engine.abort(self, "stop_string")
         try:
             self._on_end(self)

@@ -200,6 +200,8 @@ class Client:
                 finally:
                     reader.cancel()
                     await asyncio.wait([reader])
+        except aiohttp.WSServerHandshakeError as error:
+            raise ServerError(f"{url}: HTTP {error.status}: the server refused the WebSocket", error.status) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerError(f"{url}: {_reason(error)}") from error
 
@@ -247,7 +249,7 @@ class StreamSocket:
                 event = await events.get()
                 ended = event.type in ("done", "error")
                 if event.type == "error":
-                    raise ServerError(error_text(msgspec.json.encode({"error": event.error})))
+                    raise _told(event.error)
                 if event.type in ("delta", "finished"):
                     yield Delta(event.text, event.index, event.finish_reason)
                 elif event.usage is not None:
@@ -291,12 +293,21 @@ def _deltas(event: bytes) -> list[Delta]:
     except msgspec.MsgspecError as error:
         raise ServerError(f"the server sent an event that is not understood: {error}: {event[:200]!r}") from error
     if parsed.error is not None:
-        raise ServerError(error_text(event))
+        raise _told(parsed.error)
     deltas = [
         Delta((choice.delta.content if choice.delta else choice.text) or "", choice.index, choice.finish_reason)
         for choice in parsed.choices
     ]
     return [*deltas, Delta(usage=parsed.usage)] if parsed.usage else deltas
+
+
+def _told(error: object) -> ServerError:
+    """The error that an event holds."""
+    retry_after_s = error.get("retry_after_s") if isinstance(error, dict) else None
+    return ServerError(
+        error_text(msgspec.json.encode({"error": error})),
+        retry_after_s=float(retry_after_s) if isinstance(retry_after_s, int | float) else None,
+    )
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:

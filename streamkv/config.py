@@ -6,6 +6,7 @@ file, default. The file is named by --config or STREAMKV_CONFIG; keys at its top
 [engine] and [gateway] for one of them.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Final, Literal, NoReturn, TypeVar
@@ -13,22 +14,24 @@ from typing import Annotated, Final, Literal, NoReturn, TypeVar
 import msgspec
 
 from streamkv.errors import ConfigError
-from streamkv.settings import Kind, Rule, check, choose, settings
+from streamkv.settings import Kind, Rule, Value, check, choose, settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-MODEL, WIRE, MEMORY, SCHEDULING, HTTP, STREAMS, OTHER = (
+MODEL, WIRE, MEMORY, SCHEDULING, HTTP, ACCESS, STREAMS, OTHER = (
     "Model",
     "Between gateway and engine",
     "KV memory",
     "Scheduling",
     "HTTP server",
+    "Who may use it",
     "Streams and time limits",
     "Other",
 )
 MIB: Final = 1024 * 1024
+_ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@*\s]+")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +141,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.preemption_mode == "swap" and not self.host_kv_memory_gib:
             raise ConfigError("preemption_mode", "swap needs host_kv_memory_gib over 0")
+        if self.itl_target_ms and not self.enable_chunked_prefill:
+            raise ConfigError("itl_target_ms", "needs enable_chunked_prefill: a whole prompt takes as long as it takes")
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,9 +177,34 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     heartbeat_s: Annotated[float, Rule(WIRE, "seconds between heartbeats", gt=0, le=60)] = 1.0
     engine_timeout_s: Annotated[float, Rule(WIRE, "an engine silent for this long is lost", gt=0, le=3600)] = 15.0
     log_level: Annotated[LogLevel, Rule(OTHER, "least severe line that is logged")] = "info"
+    api_keys_file: Annotated[
+        str, Rule(ACCESS, 'TOML file with the API keys that are let in, a line each: name = "key"; empty: no such file')
+    ] = ""
+    share_prefix_cache: Annotated[
+        bool,
+        Rule(ACCESS, "let API keys whose entry says nothing else share cached prompts; off: each key has its own"),
+    ] = False
+    allowed_origins: Annotated[
+        str,
+        Rule(
+            ACCESS,
+            "other origins whose web pages may open a WebSocket, as https://example.org, with spaces between; *: all",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
         check(self)
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "allowed_origins",
+                    f"must have origins as https://example.org or http://localhost:3000, null or *, got {origin!r}",
+                )
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """allowed_origins, each one, in lower case."""
+        return frozenset(self.allowed_origins.lower().replace(",", " ").split())
 
 
 T = TypeVar("T", EngineConfig, GatewayConfig)
@@ -187,13 +217,23 @@ def load(kind: type[T], argv: Sequence[str], environ: Mapping[str, str]) -> T:
     Prints help and raises SystemExit(0) for --help. Raises ConfigError, whose field is the key as it was written.
     """
     (chosen,) = choose((kind,), PROCESSES, argv, environ)
-    return msgspec.convert(chosen, kind)
+    return _make(kind, chosen)
 
 
 def load_both(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[EngineConfig, GatewayConfig]:
     """As load, for `streamkv serve`: flags of either process; what both know goes to both."""
     engine, gateway = choose((EngineConfig, GatewayConfig), PROCESSES, argv, environ)
-    return msgspec.convert(engine, EngineConfig), msgspec.convert(gateway, GatewayConfig)
+    return _make(EngineConfig, engine), _make(GatewayConfig, gateway)
+
+
+def _make(kind: type[T], chosen: Mapping[str, Value]) -> T:
+    """Raises ConfigError for a rule between fields, which msgspec would wrap in an error of its own."""
+    try:
+        return msgspec.convert(chosen, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
 
 
 def to_argv(config: EngineConfig | GatewayConfig) -> list[str]:

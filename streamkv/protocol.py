@@ -93,6 +93,9 @@ class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
     """Requests share cached prefixes only within one salt."""
     label: str = ""
     """The client's own request id, for log lines."""
+    shares_prefix: bool = False
+    """Its prompt may be found by every other request that shares, whatever its tenant, within one cache_salt; without
+    it only by the tenant's own."""
 
 
 class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -101,6 +104,8 @@ class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
     request_id: int
     cause: str = "cancelled"
     """Counted in the metrics: cancelled, disconnected, stop_string, timeout, gateway_lost …"""
+    choice: int = -1
+    """End this choice alone; -1: every one. A choice that has ended, or that there is not, is not answered again."""
 
 
 class Pause(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -123,6 +128,8 @@ class Attach(msgspec.Struct, tag=7, array_like=True, frozen=True):
     stream_id: bytes
     from_token: int = 0
     """Send each choice's generated tokens from this one on."""
+    tenant: str = ""
+    """Who asks. A stream of another tenant is as unknown as one that is not there."""
 
 
 class GetStats(msgspec.Struct, tag=8, array_like=True, frozen=True):

@@ -19,7 +19,7 @@ FLOORS: Mapping[str, list[set[str]]] = {
     "engine": [
         {"__main__"},
         {"loop", "simulation"},
-        {"requests"},
+        {"requests", "figures"},
         {"execution", "scheduling"},
         {"models", "kv", "publisher", "inbox", "intake", "loading", "executor"},
         {"layers", "plan", "sequence", "stats", "memory", "transfer"},
@@ -38,12 +38,13 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"cli", "tools"},
         {"client"},
         {"config"},
-        {"settings", "model_files", "gguf_header", "transport", "log", "protocol", "sampling", "errors"},
+        {"settings", "model_files", "gguf_header", "transport", "log", "protocol", "sampling", "errors", "lengths"},
     ],
 }
 FORBIDDEN_LIBRARIES: Mapping[str, set[str]] = {
     "engine.scheduling": {"torch", "triton", "numpy"},
     "engine.kv": {"torch", "triton", "numpy"},
+    "engine.simulation": {"torch", "triton", "numpy"},
     "engine.plan": {"torch", "triton"},
     "engine.sequence": {"torch", "triton"},
     "gateway": {"torch", "triton", "accelerate"},
@@ -246,7 +247,7 @@ def test_each_shared_module_can_be_imported_alone_and_brings_in_no_heavy_library
 
 
 def test_each_scheduling_and_kv_module_can_be_imported_alone_and_without_torch() -> None:
-    modules = modules_under("engine.scheduling", "engine.kv", "engine.plan", "engine.sequence")
+    modules = modules_under("engine.scheduling", "engine.kv", "engine.simulation", "engine.plan", "engine.sequence")
     assert faults_of(modules, preload="", forbidden="torch,aiohttp,gateway") == {}
 
 

@@ -86,16 +86,43 @@ def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | N
     return PoolSize(num_blocks, fitting_len)
 
 
+def size_host(config: EngineConfig, block_bytes: int, pool_bytes: int, available_bytes: int | None) -> int:
+    """How many blocks host_kv_memory_gib buys below the pool; 0 where it is 0.
+
+    pool_bytes: what the pool will take of available_bytes, of which a block takes its part only once it is written.
+    A wish over what is left is cut, and logged. Raises ConfigError when not one block fits.
+    """
+    wanted_bytes = budget_bytes = int(config.host_kv_memory_gib * GIB)
+    if not wanted_bytes:
+        return 0
+    if available_bytes is not None:
+        budget_bytes = min(wanted_bytes, max(0, int(available_bytes * _AVAILABLE_SHARE) - pool_bytes))
+    # Row 0 is left out, as block 0 is on the device.
+    num_blocks = budget_bytes // block_bytes - 1
+    if num_blocks < 1:
+        left = "" if budget_bytes == wanted_bytes else ", which is all that the machine has beside the KV pool,"
+        raise ConfigError(
+            "host_kv_memory_gib",
+            f"{budget_bytes / GIB:.3g} GiB{left} hold no block; {2 * block_bytes / GIB:.3g} hold one, 0 is for none",
+        )
+    if budget_bytes < wanted_bytes:
+        logger.warning(
+            "less host memory for KV blocks than asked for: the machine, or the limit on this process, has no more",
+            extra=fields(asked_gib=config.host_kv_memory_gib, taken_gib=budget_bytes / GIB),
+        )
+    return num_blocks
+
+
 class KvCache:
     """One pair of key and value tensors a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, model: ModelConfig, num_blocks: int, block_size: int) -> None:
-        shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        self.num_blocks = num_blocks
+        shape = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
         # Zeros come from the system untouched, so that a block takes memory only once it is written.
-        self.layers = [
-            (torch.zeros(shape, dtype=CACHE_DTYPE), torch.zeros(shape, dtype=CACHE_DTYPE))
-            for _ in range(model.num_layers)
-        ]
+        self.storage = torch.zeros(shape, dtype=CACHE_DTYPE)
+        """All of it, in one piece, so that one strided copy moves a block: [num_layers, keys and values, ...]."""
+        self.layers = [(layer[0], layer[1]) for layer in self.storage]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks in every layer: (source, destination). No destination is also a source."""

@@ -3,7 +3,6 @@
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -11,23 +10,24 @@ from pathlib import Path
 
 import torch
 
+from engine.execution.disk_store import DiskStore
 from engine.execution.inputs import SequenceRecords, make_batch
-from engine.execution.kv_cache import KvCache, size_pool
-from engine.execution.sampler import NO_TOKEN, UNUSABLE_LOGITS, sample
+from engine.execution.kv_cache import CACHE_DTYPE, GIB, KvCache, bytes_per_block, size_host, size_pool
+from engine.execution.offload import DISK_KINDS, CpuBlockCopier, Offload, allocate_host_memory
+from engine.execution.sampler import sample_step
+from engine.execution.warm_up import WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.memory import available_memory_bytes
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.fingerprint import fingerprint
 from engine.models.load import load_model, read_config, resolve_dtype
-from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
+from engine.plan import StepPlan, StepTokens
+from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
 from streamkv.protocol import ModelFacts
-from streamkv.sampling import SamplingParams
 
-_WARM_UP_TOKENS = 256
-_MOST_RUNS = 5
-_LONGEST_REPEATS_S = 0.5
-"""Of the start, what runs of the warm-up prompt beyond the second may take."""
 _LONGEST_STEP_S = 0.7
 """What a full step should take when the token budget is ours to choose: streams that run beside it wait so long for
 their next token. Attention over long contexts comes on top, so it stays under a second."""
@@ -83,6 +83,8 @@ class CpuRunner:
         self._worker: threading.Thread | None = None
         self._model: Decoder | None = None
         self._cache: KvCache | None = None
+        self._store: DiskStore | None = None
+        self._offload: Offload | None = None
         self._records = SequenceRecords()
         self._num_threads = config.threads or default_num_threads()
 
@@ -103,15 +105,23 @@ class CpuRunner:
 
     def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         config = self._config
+        if config.disk_kv_path:
+            self._store = DiskStore(config.disk_kv_path)  # before the weights, since it is here that a wrong path shows
         files = model_files.resolve(config.model, report)
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
         self._model, _ = load_model(files, dtype, report)
-        pool = size_pool(config, model_config, available_memory_bytes())
+        available_bytes = available_memory_bytes()
+        pool = size_pool(config, model_config, available_bytes)
         self._cache = KvCache(model_config, pool.num_blocks, config.block_size)
-        report("warming up", 0.0)
-        chunk = min(_WARM_UP_TOKENS, pool.max_model_len - 1, config.max_num_batched_tokens or _WARM_UP_TOKENS)
-        tokens_per_s = self._warm_up(chunk, report)
+        block_bytes = bytes_per_block(model_config, config.block_size)
+        num_host_blocks = size_host(config, block_bytes, pool.num_blocks * block_bytes, available_bytes)
+        num_disk_blocks, stored = self._open_disk(files, model_config, dtype, block_bytes, report)
+        warm_up = WarmUp(
+            self._step, config.block_size, pool.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        warm_up.run(partial(report, "warming up"))
+        host_bytes_per_s = self._begin_offload(num_host_blocks, block_bytes) if num_host_blocks else 0.0
         facts = ModelFacts(
             name=config.served_model_name or files.name,
             vocab_size=model_config.vocab_size,
@@ -125,9 +135,39 @@ class CpuRunner:
             num_blocks=pool.num_blocks,
             block_size=config.block_size,
             max_model_len=pool.max_model_len,
-            max_num_batched_tokens=self._token_budget(tokens_per_s, pool.max_model_len),
+            max_num_batched_tokens=self._token_budget(warm_up.tokens_per_s, pool.max_model_len),
+            block_bytes=block_bytes,
+            num_host_blocks=num_host_blocks,
+            num_disk_blocks=num_disk_blocks,
+            stored=stored,
+            step_samples=warm_up.samples,
+            host_bytes_per_s=host_bytes_per_s,
         )
         return facts, limits
+
+    def _open_disk(
+        self,
+        files: model_files.ModelFiles,
+        model_config: ModelConfig,
+        dtype: torch.dtype,
+        block_bytes: int,
+        report: ReportProgress,
+    ) -> tuple[int, list[StoredBlock]]:
+        """→ (blocks that the disk may hold, those that it holds). Raises ConfigError or ModelError."""
+        if self._store is None:
+            return 0, []
+        block_size = self._config.block_size
+        placing = (str(dtype), str(CACHE_DTYPE), f"blocks of {block_size} tokens in {block_bytes} bytes")
+        bound_to = fingerprint(files, model_config, placing, self._num_threads, report)
+        size_bytes = int(self._config.disk_kv_size_gib * GIB)
+        return self._store.open(bound_to, block_size, block_bytes, size_bytes, report)
+
+    def _begin_offload(self, num_host_blocks: int, block_bytes: int) -> float:
+        """Make ready for transfers → the speed of copies between pool and host memory."""
+        assert self._cache is not None
+        host = allocate_host_memory(num_host_blocks, block_bytes)
+        self._offload = Offload(host, CpuBlockCopier(self._cache.storage, host), self._store)
+        return self._offload.measure_bytes_per_s(self._cache.num_blocks)
 
     def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
         """As Executor.launch. The caller collects each launch before the next."""
@@ -141,12 +181,30 @@ class CpuRunner:
         assert isinstance(launch, CpuLaunch)
         return launch.result()
 
+    def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        """As Executor.start_transfer. The worker hands over what waits for the steps before it."""
+        assert self._offload is not None, "there is no host tier"
+        if transfer.kind in DISK_KINDS:
+            self._offload.start(transfer, on_done)
+        else:
+            self._queue.put(partial(self._offload.start, transfer, on_done))
+
+    def finished_transfers(self) -> list[TransferResult]:
+        """As Executor.finished_transfers."""
+        return [] if self._offload is None else self._offload.take_finished()
+
     def close(self) -> None:
-        """As Executor.close. Waits for the step that is being computed."""
+        """As Executor.close. Waits for the step that is being computed and for the block that is being copied."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         self._model = None
         self._cache = None
 
@@ -164,41 +222,7 @@ class CpuRunner:
             return StepTokens([])
         batch = make_batch(plan, self._records, self._config.block_size)
         logits = self._model.forward(batch, self._cache.layers)
-        rows = self._records.sampled_rows(plan)
-        token_ids = sample(logits, rows)
-        failed = {
-            row.sequence.sequence_id: UNUSABLE_LOGITS
-            for row, token_id in zip(rows, token_ids, strict=True)
-            if token_id == NO_TOKEN
-        }
-        return StepTokens(token_ids, failed)
-
-    def _warm_up(self, num_tokens: int, report: ReportProgress) -> float:
-        """Run a prompt a few times and a decode, on blocks that nobody owns yet → prompt tokens per second.
-
-        The fastest run counts, since others may keep the machine busy; quick ones are repeated while that is cheap.
-        """
-        block_size = self._config.block_size
-        facts = NewSequence(-1, 0, SamplingParams(seed=0, max_tokens=1), num_tokens, ())
-        blocks = list(range(1, num_tokens // block_size + 2))
-        prompt = ScheduledSequence(-1, 0, num_tokens, True, True, [0] * num_tokens, blocks)
-        again = ScheduledSequence(-1, 0, num_tokens, True, True, [0] * num_tokens, [])
-        decode = ScheduledSequence(-1, num_tokens, 1, False, True, [0], [])
-        times_s = [self._time_s(StepPlan(0, [prompt], new_sequences=[facts])), self._time_s(StepPlan(0, [again]))]
-        report("warming up", 50.0)
-        stop_at_s = time.perf_counter() + _LONGEST_REPEATS_S
-        while len(times_s) < _MOST_RUNS and time.perf_counter() + times_s[-1] < stop_at_s:
-            times_s.append(self._time_s(StepPlan(0, [again])))
-        report("warming up", 75.0)
-        self._step(StepPlan(0, [decode]))
-        self._step(StepPlan(0, [], finished_sequence_ids=[-1]))
-        report("warming up", 100.0)
-        return num_tokens / min(times_s)
-
-    def _time_s(self, plan: StepPlan) -> float:
-        start = time.perf_counter()
-        self._step(plan)
-        return time.perf_counter() - start
+        return sample_step(logits, self._records.sampled_rows(plan))
 
     def _token_budget(self, tokens_per_s: float, max_model_len: int) -> int:
         """max_num_batched_tokens: the user's, or what this CPU computes in a step that is short enough."""

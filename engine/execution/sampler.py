@@ -15,6 +15,9 @@ w = exp((logit - highest) / temperature):
     min_p   w >= min_p (the likeliest token has weight 1)
     top_k   logit >= the k-th largest logit
     top_p   w >= t for the largest t at which the tokens kept reach top_p of what the filters before have kept
+
+Where choices are ranked, log probabilities are the model's own: of the softmax over the whole vocabulary, before bans,
+temperature and filters. A beam's row draws nothing: its likeliest tokens are handed back, and the scheduler chooses.
 """
 
 import logging
@@ -25,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.execution.philox import philox4x32, uniform_double
-from engine.plan import NewSequence
+from engine.plan import NewSequence, StepTokens
 from streamkv.log import fields
 from streamkv.sampling import SamplingParams
 
@@ -56,6 +59,43 @@ class SampledRow:
     sequence: NewSequence
     position: int
     """Index in the sequence of the token to be sampled."""
+
+
+def sample_step(logits: torch.Tensor, rows: list[SampledRow]) -> StepTokens:
+    """logits: [len(rows), vocab_size] float32, changed in place by bans → what the step hands back.
+
+    Rows whose choices are ranked cost a second pass over their logits, beams a third; the others cost what `sample`
+    does.
+    """
+    ranked = [i for i, row in enumerate(rows) if row.sequence.sampling.ranks_choices]
+    log_sums: list[float] = logits[ranked].logsumexp(-1).tolist() if ranked else []
+    token_ids = sample(logits, rows)
+    tokens = StepTokens(token_ids)
+    for i, token_id in enumerate(token_ids):
+        if token_id == NO_TOKEN:
+            tokens.failed[rows[i].sequence.sequence_id] = UNUSABLE_LOGITS
+    for i, log_sum in zip(ranked, log_sums, strict=True):
+        facts = rows[i].sequence
+        if token_ids[i] == NO_TOKEN:
+            continue
+        if facts.sampling.beam_width:
+            tokens.candidates[facts.sequence_id] = _likeliest(logits[i], log_sum, facts.num_candidates)
+            token_ids[i] = NO_TOKEN
+        else:
+            tokens.logprobs[facts.sequence_id] = logits[i, token_ids[i]].item() - log_sum
+    return tokens
+
+
+def _likeliest(logits: torch.Tensor, log_sum: float, num: int) -> list[tuple[int, float]]:
+    """(token id, log probability) of the `num` highest logits, highest first, the lowest ids on a tie.
+
+    logits: [vocab_size]. Fewer where the others are banned.
+    """
+    threshold = logits.topk(min(num, len(logits))).values[-1]
+    ids = (logits >= threshold).nonzero().view(-1)  # ascending; more than `num` if they tie at the threshold
+    values, order = logits[ids].sort(descending=True, stable=True)
+    likeliest = zip(ids[order[:num]].tolist(), values[:num].tolist(), strict=True)
+    return [(token_id, value - log_sum) for token_id, value in likeliest if value > float("-inf")]
 
 
 def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.kv.block_pool import BlockPool
-from engine.kv.prefix_tree import TOKEN_BYTES, Node, PrefixTree, Root
+from engine.kv.prefix_tree import TOKEN_BYTES, Fetch, Node, PrefixTree, Root
+from engine.kv.tiered_tree import TieredTree
+from engine.kv.tiers import TierCounts, TierSizes
 from engine.sequence import Sequence
+from engine.transfer import Transfer, TransferResult
 from streamkv.protocol import pack_ids
 
 _EVICTED_SHARE: Final = 1 / 64
@@ -22,6 +25,20 @@ class Match:
     num_tokens: int
     source: Node | None
     """A block of which only the first tokens are wanted: it is copied."""
+    num_offloaded_tokens: int = 0
+    """How many more tokens, behind num_tokens, host memory and disk hold and `fetch` can bring; `source` is None then.
+    num_tokens + num_offloaded_tokens is less than all tokens: the last one is computed, for its logits."""
+    num_disk_blocks: int = 0
+    """Blocks of these that only the disk has."""
+    is_arriving: bool = False
+    """The next whole block is on its way up for another: wait, and find again when a transfer has finished."""
+    offloaded: list[Node] = field(default_factory=list)
+    """The nodes to fetch, top down. Only the first tokens may be wanted of the last."""
+
+    @property
+    def num_offloaded_blocks(self) -> int:
+        """Blocks that `fetch` copies up."""
+        return len(self.offloaded)
 
 
 @dataclass(slots=True)
@@ -32,6 +49,8 @@ class Place:
     node: Node
     """Of a sequence with blocks: the last one that is in the tree, and all before it are. Of one without: the last
     known match, where the next search begins."""
+    deepest: Node | None = None
+    """Of a sequence without blocks: the last known match in any tier, if it has been looked for."""
     packed: bytes = b""
     """Its tokens, or their beginning, so that they are packed once."""
     is_duplicate: bool = False
@@ -48,22 +67,39 @@ class BlockManager:
     sequence when it is freed. Each sequence that `find` or `allocate` has seen needs `forget` at its end.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        """num_blocks counts block 0, which is never handed out. Raises ValueError for sizes that hold nothing."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        tiers: TierSizes | None = None,
+    ) -> None:
+        """num_blocks counts block 0, which is never handed out. Without prefix caching there are no tiers either.
+
+        Raises ValueError for sizes that hold nothing.
+        """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.tree = PrefixTree(self.pool, block_size)
+        self.tiers = TieredTree(self.pool, block_size, tiers) if tiers and enable_prefix_caching else None
+        """The tree, where there is something below the device."""
+        self.tree: PrefixTree = self.tiers or PrefixTree(self.pool, block_size)
         self.holders: set[Sequence] = set()
         """The sequences with a block table."""
         self.places: dict[Sequence, Place] = {}
         self.producers: dict[tuple[Node, bytes], Sequence] = {}
         """Who computes the whole block with these tokens behind this node."""
+        self.fetches: dict[Sequence, Fetch] = {}
         self.num_block_copies = 0
+        self.num_held_blocks = 0
+        """Of the free and cached ones, those that the scheduler keeps for somebody."""
         self._is_caching = enable_prefix_caching
         self._pinned: list[Node] = []
         """Sources of the copies of the plan being made: an owner more keeps them."""
+        self._num_taken = 0
+        """Blocks since transfers were last asked for."""
+        self._num_taken_of_late = 0
         self._num_evicted_at_once = max(1, int(num_blocks * _EVICTED_SHARE))
 
     @property
@@ -82,12 +118,47 @@ class BlockManager:
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks to be had without taking one from an owner: free or cached."""
-        return self.pool.num_free + self.tree.num_cached
+        """Blocks to be had without taking one from an owner: free or cached, and not held."""
+        return max(0, self.pool.num_free + self.tree.num_cached - self.num_held_blocks)
 
     @property
     def num_owned_blocks(self) -> int:
-        return self.pool.num_blocks - 1 - self.pool.num_free - self.tree.num_cached
+        return self.pool.num_blocks - 1 - self.pool.num_free - self.tree.num_cached - self.num_in_transfer_blocks
+
+    @property
+    def num_in_transfer_blocks(self) -> int:
+        """Blocks neither free nor cached nor owned because a copy from or to them runs: those that leave without an
+        owner, and those that arrive, be it for a sequence (they stand in its table) or for nobody any more."""
+        return self.tiers.num_leaving + self.tiers.num_arriving if self.tiers else 0
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks in transfer that become available when the running transfers are done, if nobody claims them before:
+        whoever needs blocks waits for these instead of preempting more."""
+        return self.tiers.num_leaving if self.tiers else 0
+
+    @property
+    def has_tiers(self) -> bool:
+        return self.tiers is not None
+
+    @property
+    def num_unfinished_transfers(self) -> int:
+        """Transfers that were begun, those not yet taken included, and whose result has not come."""
+        return len(self.tiers.running) if self.tiers else 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that hold something, or are about to."""
+        return self.tiers.host.num_blocks - len(self.tiers.host.free) if self.tiers else 0
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks on disk, those on their way there included."""
+        return len(self.tiers.disk) if self.tiers else 0
+
+    @property
+    def tier_counts(self) -> TierCounts:
+        return self.tiers.counts if self.tiers else TierCounts()
 
     @property
     def num_evictions(self) -> int:
@@ -114,9 +185,10 @@ class BlockManager:
     def num_claimed(self, match: Match) -> int:
         """Available blocks that `share` takes beside those that are needed for new tokens: cached ones that match."""
         ref_counts, node = self.pool.ref_counts, match.node
-        count = int(match.source is not None and not ref_counts[match.source.block_id])
+        source = match.source
+        count = int(source is not None and not ref_counts[source.block_id] and not source.is_copying)
         while node.depth and not ref_counts[node.block_id]:
-            count += 1
+            count += not node.is_copying
             assert node.parent is not None
             node = node.parent
         return count
@@ -124,7 +196,8 @@ class BlockManager:
     # prefixes
 
     def find(self, sequence: Sequence) -> Match:
-        """What can be shared by a sequence that holds nothing. O(blocks newly matched since it was last asked)."""
+        """What can be shared by a sequence that holds nothing. O(blocks newly matched since it was last asked, and
+        those that are not on the device)."""
         size, tree = self.block_size, self.tree
         place = self._place(sequence)
         num_tokens = len(sequence.token_ids)
@@ -132,7 +205,15 @@ class BlockManager:
             packed = sequence.request.packed_prompt
             has_all = len(packed) == num_tokens * TOKEN_BYTES
             place.packed = packed if has_all else pack_ids(sequence.token_ids)
-        node = place.node = tree.descend(place.node, place.packed)
+        offloaded: list[Node] = []
+        if self.tiers is None:
+            node = place.node = tree.descend(place.node, place.packed)
+        else:
+            node = place.deepest = tree.descend(place.deepest or place.node, place.packed)
+            offloaded = self.tiers.offloaded_above(node)
+            if offloaded:
+                return self._find_offloaded(place, offloaded, num_tokens)
+            place.node = node
         shared = node.depth * size
         if shared == num_tokens:
             source: Node | None = node
@@ -145,11 +226,49 @@ class BlockManager:
             common = min(common, num_tokens - 1 - shared)
         if not common:
             return Match(node, shared, None)
+        assert source is not None
+        if not source.is_on_device:
+            return self._offloaded_match(node, [source], common)
         match = Match(node, shared + common, source)
         # The source is held beside its copy. Where memory does not allow that, the block is computed.
         if not self.has_room(match, self.num_needed_after(shared, num_tokens)):
             return Match(node, shared, None)
         return match
+
+    def _find_offloaded(self, place: Place, path: list[Node], num_tokens: int) -> Match:
+        """The match of a sequence for which the tree has these whole blocks, top down, that are not on the device."""
+        size, first = self.block_size, path[0]
+        assert first.parent is not None
+        node = place.node = first.parent
+        if first.arrival is not None:
+            return Match(node, node.depth * size, None, is_arriving=True)
+        num_whole, common = len(path), 0
+        end = path[-1].depth * size
+        if end == num_tokens:
+            num_whole, common = num_whole - 1, size - 1
+            if not common:
+                path.pop()
+        else:
+            source, common = self.tree.nearest(path[-1], place.packed[end * TOKEN_BYTES : (end + size) * TOKEN_BYTES])
+            common = min(common, num_tokens - 1 - end)
+            if common:
+                assert source is not None
+                path.append(source)
+        return self._offloaded_match(node, path, num_whole * size + common)
+
+    def _offloaded_match(self, node: Node, path: list[Node], num_tokens: int) -> Match:
+        """Of a path behind a node on the device, with so many wanted tokens, what can be brought up now."""
+        assert self.tiers is not None
+        num_reached = self.tiers.within_reach(path)
+        path = path[:num_reached]
+        return Match(
+            node,
+            node.depth * self.block_size,
+            None,
+            num_offloaded_tokens=min(num_tokens, num_reached * self.block_size),
+            num_disk_blocks=sum([not node.host_id for node in path]),
+            offloaded=path,
+        )
 
     def producer(self, sequence: Sequence) -> Sequence | None:
         """Who is computing the block that comes behind what `find` has just matched for this sequence."""
@@ -171,9 +290,13 @@ class BlockManager:
         copy = None
         source = match.source
         if source is not None:
-            if source in self.tree.cached:
-                del self.tree.cached[source]
-            self.pool.claim([source.block_id])
+            if not source.is_attached:
+                # Another that was freed since has put a block in its place that goes on where it ended.
+                place, start = self.places[sequence], match.node.depth * self.block_size
+                wanted = place.packed[start * TOKEN_BYTES : (start + self.block_size) * TOKEN_BYTES]
+                source, common = self.tree.nearest(match.node, wanted)
+                assert source is not None and start + common >= match.num_tokens, "what was found is there no more"
+            self.tree.hold(source)
             self._pinned.append(source)
             destination = self._take(table[-1] if table else 0)
             table.append(destination)
@@ -190,7 +313,8 @@ class BlockManager:
         if not self._is_caching or place.is_duplicate or place.announced or end > len(sequence.token_ids):
             return
         block = place.node, self._key(place, sequence, end - self.block_size, end)
-        if block[1] not in place.node.children and self.producers.setdefault(block, sequence) is sequence:
+        child = place.node.children.get(block[1])
+        if (child is None or not child.block_id) and self.producers.setdefault(block, sequence) is sequence:
             place.announced = block
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -215,11 +339,14 @@ class BlockManager:
             child = node.children.get(key)
             if child is None:
                 child = tree.insert(node, key, block_id)
-            elif child in tree.cached:
-                tree.replace(child, block_id)
             elif child.block_id != block_id:
-                place.is_duplicate = True
-                break
+                if not child.block_id:
+                    tree.adopt(child, block_id)
+                elif not self.pool.ref_counts[child.block_id] and child.arrival is None:
+                    tree.replace(child, block_id)
+                else:
+                    place.is_duplicate = True
+                    break
             node = child
         place.node = node
 
@@ -293,12 +420,20 @@ class BlockManager:
         self._place(child).node = node
 
     def free(self, sequence: Sequence) -> None:
-        """Give up all blocks; the sequence then has nothing computed. Those with known tokens stay cached."""
+        """Give up all blocks; the sequence then has nothing computed. Those with known tokens stay cached. What is on
+        its way up for it stays in transfer until it has arrived."""
+        self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> Node | None:
+        """Returns the last node of its path in the tree, if it had blocks."""
         self.withdraw(sequence)
+        fetch = self.fetches.pop(sequence, None)
+        last = self._abandon(fetch) if fetch is not None else None
         if not sequence.block_table:
-            return
-        pool, tree = self.pool, self.tree
-        last = self._insert_rest(sequence, self._place(sequence))
+            return None
+        pool, tree, place = self.pool, self.tree, self._place(sequence)
+        last = last or self._insert_rest(sequence, place)
+        place.deepest = None
         for block_id in reversed(sequence.block_table):
             if not pool.release(block_id) and tree.nodes[block_id] is None:
                 pool.put_back(block_id)
@@ -306,6 +441,7 @@ class BlockManager:
         sequence.block_table = []
         sequence.num_computed = 0
         self.holders.discard(sequence)
+        return last
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended: give up all blocks, and what else is known of it."""
@@ -313,10 +449,159 @@ class BlockManager:
             self.free(sequence)
             self.tree.leave(self.places.pop(sequence).root)
 
-    def drop_cached(self) -> None:
-        """Keep nothing that nobody owns: what is cached is not to be trusted. O(blocks cached)."""
-        while self.tree.num_cached:
-            self.tree.evict()
+    def drop_cached(self, sequence: Sequence | None = None) -> None:
+        """Something in this sequence's KV was no number: keep nothing that nobody owns and that may come from it.
+
+        Without tiers, or a sequence, that is all that is cached, in every tier. With both it is what holds its tokens
+        and what follows them, wherever it was copied or is being copied; the rest of what the tiers hold may be the
+        work of days. O(blocks dropped).
+        """
+        if self.tiers is None:
+            while self.tree.num_cached:
+                self.tree.evict()
+        elif sequence is None:
+            self.tiers.drop_unowned()
+        else:
+            self.tiers.drop_path(sequence.request.prefix_namespace, pack_ids(sequence.token_ids))
+
+    # tiers
+
+    def fetch(self, sequence: Sequence, match: Match) -> None:
+        """Like `share`, and begin to bring up the offloaded part of the match, just found, for a sequence that holds
+        nothing. The caller has checked has_room for num_needed_after(match.num_tokens, end), which counts its blocks.
+
+        sequence.is_fetching is True until `finish_transfer` returns the sequence. Until then its table covers the
+        offloaded tokens, too, and num_computed is what has arrived; it must not be scheduled, and may be freed at any
+        time. Where a preemption since `find` took away what was to be fetched, there is less of it, perhaps nothing:
+        is_fetching is False then, and this was a `share`. Look at is_fetching after the call.
+        """
+        assert self.tiers is not None and not sequence.block_table, "whoever fetches holds nothing yet"
+        size, tiers, place = self.block_size, self.tiers, self.places[sequence]
+        node, path = match.node, match.offloaded
+        num_tokens = [size] * len(path)
+        if match.num_offloaded_tokens % size:
+            num_tokens[-1] = match.num_offloaded_tokens % size
+        # Whoever was preempted since may have put its own block in the place of one of them.
+        while path and path[0].is_on_device and num_tokens[0] == size and path[0].is_attached:
+            node, path, num_tokens = path[0], path[1:], num_tokens[1:]
+        if path and path[-1].is_on_device:
+            path = path[:-1]
+        path = path[: tiers.within_reach(path)]
+        on_disk = [below for below in path if not below.host_id]
+        num_read = tiers.read_in(on_disk)
+        if num_read < len(on_disk):
+            path = path[: path.index(on_disk[num_read])]
+        place.node = node
+        table = sequence.block_table = tiers.claim(node)
+        sequence.num_computed = node.depth * size
+        if path:
+            fetch = self.fetches[sequence] = Fetch(sequence, len(table))
+            for _ in path:
+                table.append(self._take(table[-1] if table else 0))
+            tiers.bring_up(fetch, path, table[node.depth :], num_tokens[: len(path)])
+            sequence.is_fetching = True
+        if table:
+            self.holders.add(sequence)
+
+    def finish_transfer(self, result: TransferResult) -> list[Sequence]:
+        """Take in the result of a transfer. Returns the sequences whose fetch is over: is_fetching is False, and
+        num_computed is what has arrived: all, or what lies before a block that the disk could not give, where its
+        table ends, perhaps before its first block. May begin further transfers: call take_transfers after it."""
+        if self.tiers is None:
+            return []
+        fetches, damaged = self.tiers.finish(result)
+        over = []
+        for fetch in fetches:
+            sequence = fetch.sequence
+            if self._settle(fetch) and sequence is not None:
+                over.append(sequence)
+        for node in damaged:
+            self.tiers.drop_damaged(node)
+        return over
+
+    def take_transfers(self) -> list[Transfer]:
+        """What the executor is to start now, in this order. To be called after a plan was launched, after results were
+        taken in and after `flush`; it looks ahead itself, and begins to copy down what will soon be evicted. O(1) when
+        there is nothing to do."""
+        if self.tiers is None:
+            return []
+        self._num_taken_of_late = max(self._num_taken, self._num_taken_of_late * 7 // 8)
+        self._num_taken = 0
+        self.tiers.look_ahead(self._num_taken_of_late)
+        return self.tiers.take()
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Free a sequence that will come back, and begin at once to copy down what nobody owns now and host memory does
+        not have. Its blocks are in transfer until then (num_leaving_blocks), and cached afterwards."""
+        node = self._free(sequence)
+        if self.tiers is None or node is None:
+            return
+        path = []
+        while node.depth and not self.pool.ref_counts[node.block_id]:
+            if not node.host_id:
+                path.append(node)
+            assert node.parent is not None
+            node = node.parent
+        path.reverse()
+        self.tiers.copy_down(path)
+
+    def flush(self) -> None:
+        """The engine ends: begin to write to disk all that the tree has, hottest first, and go on whenever a transfer
+        finishes. The caller pumps transfers (take_transfers, finish_transfer) while num_unfinished_transfers is over 0,
+        or until it has no more time. Does nothing without a disk."""
+        if self.tiers is not None:
+            self.tiers.flush()
+
+    def _settle(self, fetch: Fetch) -> bool:
+        """Make usable what has arrived, in order. Returns whether that was the last of it."""
+        assert self.tiers is not None
+        arrivals, sequence = fetch.arrivals, fetch.sequence
+        for index, arrival in enumerate(arrivals):
+            if arrival.has_failed:
+                self._cut(fetch, index)
+                break
+        while fetch.num_settled < len(arrivals) and arrivals[fetch.num_settled].is_done:
+            arrival = arrivals[fetch.num_settled]
+            fetch.num_settled += 1
+            self.tiers.settle(arrival, is_wanted=sequence is not None)
+            if sequence is not None:
+                sequence.num_computed += arrival.num_tokens
+                if not arrival.is_own:
+                    self.places[sequence].node = arrival.node
+        if sequence is None or fetch.num_settled < len(arrivals):
+            return False
+        self._end_fetch(fetch)
+        return True
+
+    def _end_fetch(self, fetch: Fetch) -> None:
+        sequence = fetch.sequence
+        assert sequence is not None
+        self.fetches.pop(sequence, None)
+        fetch.sequence = None
+        sequence.is_fetching = False
+        if not sequence.block_table:
+            self.holders.discard(sequence)
+
+    def _cut(self, fetch: Fetch, index: int) -> None:
+        """Give up arrivals[index:], none of which is settled: the sequence's table ends there."""
+        assert self.tiers is not None and fetch.sequence is not None
+        for arrival in reversed(fetch.arrivals[index:]):
+            self.tiers.give_up(arrival)
+        del fetch.arrivals[index:]
+        del fetch.sequence.block_table[fetch.num_shared_blocks + index :]
+
+    def _abandon(self, fetch: Fetch) -> Node | None:
+        """The sequence is freed: what is being copied to the device arrives for nobody, the rest is given up. Returns
+        the last node that arrives, if there is one."""
+        assert self.tiers is not None
+        end = fetch.num_settled
+        while end < len(fetch.arrivals) and fetch.arrivals[end].has_begun and not fetch.arrivals[end].is_own:
+            self.tiers.disown(fetch.arrivals[end])
+            end += 1
+        self._cut(fetch, end)
+        last = fetch.arrivals[-1].node if end > fetch.num_settled else None
+        self._end_fetch(fetch)
+        return last
 
     def num_computed_tokens(self) -> int:
         """Tokens whose KV lies in owned blocks, those of a shared block once. O(blocks owned); for the metrics."""
@@ -333,8 +618,7 @@ class BlockManager:
     def _place(self, sequence: Sequence) -> Place:
         place = self.places.get(sequence)
         if place is None:
-            request = sequence.request
-            root = self.tree.join((request.tenant, request.cache_salt))
+            root = self.tree.join(sequence.request.prefix_namespace)
             place = self.places[sequence] = Place(root, root)
         return place
 
@@ -347,6 +631,7 @@ class BlockManager:
     def _take(self, previous: int) -> int:
         """A block for the one after `previous`; for its sake cached ones are evicted."""
         pool = self.pool
+        self._num_taken += 1
         if not pool.num_free:
             for _ in range(min(self._num_evicted_at_once, self.tree.num_cached)):
                 self.tree.evict()
@@ -366,12 +651,17 @@ class BlockManager:
             end = min(start + size, num_tokens)
             key = self._key(place, sequence, start, end)
             child = node.children.get(key)
-            if child is None:
+            if child is None or not child.block_id:
                 block_id = table[start // size]
                 # Another owner does not own the blocks before it if they are duplicates.
                 if self.pool.ref_counts[block_id] > 1 or (end - start < size and tree.is_covered(node, key)):
                     break
-                child = tree.insert(node, key, block_id)
+                if child is None:
+                    child = tree.insert(node, key, block_id)
+                else:
+                    tree.adopt(child, block_id)
+            elif child.arrival is not None:
+                break
             if end - start < size:
                 return child
             node = place.node = child

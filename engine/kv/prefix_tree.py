@@ -6,9 +6,11 @@ so two different prefixes never pass for one. Nobody writes into a block that is
 
 from bisect import bisect_left
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine.kv.block_pool import BlockPool
+from engine.sequence import Sequence
 
 Namespace = tuple[str, str]
 """(tenant, cache_salt): whoever differs in one of them shares nothing."""
@@ -18,22 +20,71 @@ TOKEN_BYTES: Final = 4
 
 
 class Node:
-    """A block in the tree: its tokens follow those of its parents. A root has depth 0 and no block."""
+    """A block in the tree: its tokens follow those of its parents. A root has depth 0 and no block.
 
-    __slots__ = ("block_id", "children", "depth", "is_attached", "key", "keys", "parent")
+    It is on the device, in host memory and on disk, or in some of them; without tiers, on the device.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_id",
+        "children",
+        "depth",
+        "digest",
+        "disk_id",
+        "found_at",
+        "host_id",
+        "is_attached",
+        "is_copying",
+        "is_landing",
+        "key",
+        "keys",
+        "parent",
+        "readers",
+        "seen_at",
+    )
 
     def __init__(self, parent: "Node | None", key: bytes, block_id: int) -> None:
         self.parent = parent
         self.key = key
         """Packed tokens: block_size of them, or fewer in a leaf."""
         self.block_id = block_id
+        """On the device; 0: not there."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         """Blocks from the root to here, this one included."""
         self.children: dict[bytes, Node] = {}
         self.keys: list[bytes] = []
         """The children's keys in order: those that have most in common with some tokens stand beside their place."""
         self.is_attached = True
-        """False once it was evicted. Its parent stays known, so that whoever remembers it finds the way back."""
+        """False once it was dropped. Its parent stays known, so that whoever remembers it finds the way back."""
+        self.host_id = 0
+        """In host memory; 0: not there."""
+        self.disk_id = 0
+        """The transfer that stored it on disk, -1 if it was found there; 0: not there."""
+        self.digest = b""
+        """Its name on disk; empty until it is needed."""
+        self.is_copying = False
+        """A transfer reads or writes its block on the device."""
+        self.is_landing = False
+        """Its host block is being copied down from the device."""
+        self.arrival: Arrival | None = None
+        """It is on its way up: block_id is where to."""
+        self.readers: list[Arrival] | None = None
+        """Its host block is being read from disk, and these wait for it."""
+        self.found_at = 0
+        """The last look-up that told of it as offloaded."""
+        self.seen_at = 0
+        """The last walk that came past."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """It, and all above it, can be shared now. A root can."""
+        return (self.block_id != 0 and self.arrival is None) or not self.depth
+
+    @property
+    def is_complete_on_host(self) -> bool:
+        """False while its host block is being written."""
+        return not self.is_landing and self.readers is None
 
 
 class Root(Node):
@@ -41,10 +92,46 @@ class Root(Node):
 
     __slots__ = ("namespace", "num_users")
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace | None) -> None:
         super().__init__(None, b"", 0)
         self.namespace = namespace
+        """None while only its digest is known: what lies below was found on disk, and nobody has asked for it yet."""
         self.num_users = 0
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A block on its way up: perhaps from disk to host memory, then to the device."""
+
+    fetch: "Fetch"
+    node: Node
+    block_id: int
+    """Where to."""
+    host_id: int
+    """Pinned until the copy from it is done."""
+    num_tokens: int
+    """What the sequence wants of it."""
+    is_own: bool
+    """Into a block of the sequence's own, since only its first tokens are wanted; the node does not come up."""
+    is_from_disk: bool
+    has_begun: bool = False
+    """The copy to the device was started."""
+    is_done: bool = False
+    has_failed: bool = False
+    """The disk could not give it."""
+    is_given_up: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What is brought up for a sequence, or was: nobody's once the sequence was freed."""
+
+    sequence: Sequence | None
+    num_shared_blocks: int
+    """Of its table, before those that arrive."""
+    arrivals: list[Arrival] = field(default_factory=list)
+    """Top down. They are settled, which makes them usable, in this order, whatever comes first."""
+    num_settled: int = 0
 
 
 class PrefixTree:
@@ -84,6 +171,7 @@ class PrefixTree:
 
     def _drop_if_unused(self, root: Root) -> None:
         if not root.num_users and not root.children:
+            assert root.namespace is not None
             del self.roots[root.namespace]
 
     # look-up
@@ -115,7 +203,7 @@ class PrefixTree:
         place = bisect_left(node.keys, wanted)
         best, most = None, 0
         for key in node.keys[max(place - 1, 0) : place + 1]:
-            common = _common_bytes(key, wanted) // TOKEN_BYTES
+            common = common_tokens(key, wanted)
             if common > most:
                 best, most = node.children[key], common
         return best, most
@@ -132,7 +220,7 @@ class PrefixTree:
         self.nodes[block_id] = node
         if place and key.startswith(parent.keys[place - 1]):
             sibling = parent.children[parent.keys[place - 1]]
-            if sibling in self.cached:
+            if not self._pool.ref_counts[sibling.block_id]:
                 self.drop(sibling)
         return node
 
@@ -148,6 +236,10 @@ class PrefixTree:
         del self.cached[node]
         self.nodes[node.block_id] = None
         self._pool.put_back(node.block_id)
+        self.adopt(node, block_id)
+
+    def adopt(self, node: Node, block_id: int) -> None:
+        """An owned block holds what a node holds that is not on the device. Whoever owns it owns those above it."""
         node.block_id = block_id
         self.nodes[block_id] = node
 
@@ -164,6 +256,12 @@ class PrefixTree:
         block_ids.reverse()
         self._pool.claim(block_ids)
         return block_ids
+
+    def hold(self, node: Node) -> None:
+        """Give a node alone an owner more, for as long as its parents have one."""
+        if not self._pool.ref_counts[node.block_id]:
+            del self.cached[node]
+        self._pool.claim([node.block_id])
 
     def cache(self, node: Node) -> None:
         """`node` and its parents have just been used: those without an owner are evicted last, `node` first of them."""
@@ -194,8 +292,9 @@ class PrefixTree:
             self._drop_if_unused(parent)
 
 
-def _common_bytes(left: bytes, right: bytes) -> int:
+def common_tokens(left: bytes, right: bytes) -> int:
+    """How many packed tokens two begin with in common."""
     for place, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
-            return place
-    return min(len(left), len(right))
+            return place // TOKEN_BYTES
+    return min(len(left), len(right)) // TOKEN_BYTES

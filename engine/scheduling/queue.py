@@ -1,12 +1,22 @@
-"""Sequences that wait to run, in the order in which they are admitted."""
+"""Sequences that wait to run, in the order in which they are admitted; and those that run, in theirs."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from typing import Final
 
-from engine.sequence import Sequence
+from engine.scheduling.fair_share import FairShare
+from engine.sequence import Sequence, SequenceState
 from streamkv.errors import StreamKVError
 
 OrderKey = tuple[int, float, float, int]
+"""(level, deadline, arrival, sequence id)."""
+
+_SHORTEST_AGEING_S: Final = 0.001
+"""A clock's steps must not be lost in the rounding of its readings."""
+_MAX_SKIPPED_OF_A_TENANT: Final = 64
+"""Waiting sequences of one tenant that a walk hands out in vain before it leaves out the tenant's others."""
 
 
 class QueueFull(StreamKVError):
@@ -17,35 +27,181 @@ class QueueFull(StreamKVError):
         self.num_waiting = num_waiting
 
 
-class WaitingQueue:
-    """Waiting sequences by priority, then deadline, then arrival; choices of a request in their order.
+class _Line:
+    """Waiting sequences in order: a sorted list, of which adding and removing moves O(n) pointers, which for a
+    thousand costs less than a heap's comparisons."""
 
-    A sorted list: walking it costs nothing extra, and whoever is preempted or resumed comes back to its old place.
-    Adding and removing moves O(n) pointers, which for a thousand costs less than a heap's comparisons.
+    __slots__ = ("keys", "sequences", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.keys: list[OrderKey] = []
+        self.sequences: list[Sequence] = []
+
+    def add(self, key: OrderKey, sequence: Sequence) -> None:
+        index = bisect_left(self.keys, key)
+        self.keys.insert(index, key)
+        self.sequences.insert(index, sequence)
+
+    def remove(self, key: OrderKey, sequence: Sequence) -> None:
+        index = bisect_left(self.keys, key)
+        assert self.sequences[index] is sequence
+        del self.keys[index], self.sequences[index]
+
+
+class _Place:
+    """Where a waiting sequence stands."""
+
+    __slots__ = ("key", "line", "rises_at_s")
+
+    def __init__(self, line: _Line, key: OrderKey, rises_at_s: float) -> None:
+        self.line = line
+        self.key = key
+        self.rises_at_s = rises_at_s
+
+
+class WaitingQueue:
+    """Who goes first: by level; then those that hold blocks; then by tokens served to the tenant; within a tenant by
+    deadline, then arrival, choices of a request in their order.
+
+    The level is the priority, less one for every ageing_s that the sequence has been in the queue. Between tenants
+    no level counts for more than the highest priority that waits, else old requests of one with many would leave
+    nothing to the others; within a tenant it does. Hence nothing starves: of its own tenant nothing that comes
+    (priority - highest priority + 1) * ageing_s after a request goes before it, and with others its tenant shares by
+    tokens served.
+
+    Those that hold blocks are resumed ones and those that are fetched from a lower tier. They come first because
+    nobody else has any use of these blocks before they have run.
     """
 
-    def __init__(self) -> None:
-        self._keys: list[OrderKey] = []
-        self._sequences: list[Sequence] = []
+    def __init__(self, shares: FairShare, clock: Callable[[], float], ageing_s: float = inf) -> None:
+        self._shares = shares
+        self._clock = clock
+        self._ageing_s = max(ageing_s, _SHORTEST_AGEING_S)
+        self._places: dict[Sequence, _Place] = {}
+        self._lines: dict[str, _Line] = {}
+        self._holders = _Line("")
+        self._priorities: list[int] = []
+        """Of all that wait, in order."""
+        self._rises: list[tuple[float, int, Sequence]] = []
+        """A heap of (when its level rises, sequence id, sequence), with entries of some that have left."""
+        self._moved: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._places)
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """From the first on. The queue must not change while it is walked."""
-        return iter(self._sequences)
+    @property
+    def num_tenants(self) -> int:
+        """Of sequences that hold no blocks."""
+        return len(self._lines)
 
     def add(self, sequence: Sequence) -> None:
-        key = order_key(sequence)
-        index = bisect_left(self._keys, key)
-        self._keys.insert(index, key)
-        self._sequences.insert(index, sequence)
+        request = sequence.request
+        key = (request.priority, request.deadline_at_s, request.arrival_s, sequence.sequence_id)
+        rises_at_s = self._clock() + self._ageing_s
+        self._places[sequence] = _Place(self._enter(sequence, key), key, rises_at_s)
+        insort(self._priorities, request.priority)
+        if rises_at_s < inf:
+            if len(self._rises) > 2 * len(self._places) + 64:
+                self._rises = [(place.rises_at_s, s.sequence_id, s) for s, place in self._places.items()]
+                heapify(self._rises)
+            else:
+                heappush(self._rises, (rises_at_s, sequence.sequence_id, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is in the queue."""
-        index = bisect_left(self._keys, order_key(sequence))
-        assert self._sequences[index] is sequence
-        del self._keys[index], self._sequences[index]
+        self._leave(sequence, self._places.pop(sequence))
+        del self._priorities[bisect_left(self._priorities, sequence.request.priority)]
+
+    def update(self, sequence: Sequence) -> None:
+        """A sequence in the queue has got its first blocks or lost all. May be called during a walk; the next one
+        minds it."""
+        self._moved.append(sequence)
+
+    def walk(self) -> Iterator[Sequence]:
+        """From the first on. The queue must not change meanwhile.
+
+        The sequence handed out last may have begun to run: what was computed of it counts for its tenant at once.
+        Costs O(tenants), then O(log tenants) a sequence.
+        """
+        self._settle()
+        if not self._places:
+            return
+        top, shares = self._priorities[0], self._shares
+        holders = list(zip(self._holders.keys, self._holders.sequences, strict=True))
+        holders.reverse()
+        heads = [
+            (max(line.keys[0][0], top), shares.served(line.tenant), line.keys[0], 0, 0, line)
+            for line in self._lines.values()
+        ]
+        heapify(heads)
+        while heads:
+            level, _, _, index, num_skipped, line = heads[0]
+            while holders and max(holders[-1][0][0], top) <= level:
+                yield holders.pop()[1]
+            sequence = line.sequences[index]
+            yield sequence
+            if sequence.state is SequenceState.RUNNING:
+                shares.charge(sequence)
+            else:
+                num_skipped += 1
+            index += 1
+            if index == len(line.keys) or num_skipped > _MAX_SKIPPED_OF_A_TENANT:
+                heappop(heads)
+            else:
+                key = line.keys[index]
+                heapreplace(heads, (max(key[0], top), shares.served(line.tenant), key, index, num_skipped, line))
+        while holders:
+            yield holders.pop()[1]
+
+    def is_behind(self, other: Sequence, sequence: Sequence) -> bool:
+        """Whether `other`, which waits and holds blocks, comes later than `sequence`, which waits, by the order in
+        which blocks are taken away. It changes with levels only, not with what is served."""
+        place, other_place = self._places[sequence], self._places[other]
+        top = self._priorities[0]
+        level, other_level = max(place.key[0], top), max(other_place.key[0], top)
+        if level != other_level:
+            return other_level > level
+        return place.line is self._holders and other_place.key > place.key
+
+    def _enter(self, sequence: Sequence, key: OrderKey) -> _Line:
+        if sequence.block_table:
+            line = self._holders
+        else:
+            tenant = sequence.request.tenant
+            found = self._lines.get(tenant)
+            line = self._lines[tenant] = _Line(tenant) if found is None else found
+        line.add(key, sequence)
+        return line
+
+    def _leave(self, sequence: Sequence, place: _Place) -> None:
+        line = place.line
+        line.remove(place.key, sequence)
+        if not line.keys and line is not self._holders:
+            del self._lines[line.tenant]
+
+    def _settle(self) -> None:
+        """Put everybody where they belong by now."""
+        for sequence in self._moved:
+            place = self._places.get(sequence)
+            if place is not None and (place.line is self._holders) != bool(sequence.block_table):
+                self._leave(sequence, place)
+                place.line = self._enter(sequence, place.key)
+        self._moved.clear()
+        rises = self._rises
+        if not rises or rises[0][0] > (now_s := self._clock()):
+            return
+        while rises and rises[0][0] <= now_s:
+            due_s, sequence_id, sequence = heappop(rises)
+            place = self._places.get(sequence)
+            if place is None or place.rises_at_s != due_s:
+                continue
+            num_levels = 1 + int((now_s - due_s) / self._ageing_s)
+            self._leave(sequence, place)
+            place.key = (place.key[0] - num_levels, *place.key[1:])
+            place.line = self._enter(sequence, place.key)
+            place.rises_at_s = due_s + num_levels * self._ageing_s
+            heappush(rises, (place.rises_at_s, sequence_id, sequence))
 
 
 class RunningList:
@@ -54,25 +210,28 @@ class RunningList:
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
         """Read freely, changed here only."""
+        self.num_prefilling = 0
+        """Of them, those with is_prefilling."""
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def add(self, sequence: Sequence) -> None:
         insort(self.sequences, sequence, key=_rank)
+        self.num_prefilling += sequence.is_prefilling
+
+    def end_prefill(self, sequence: Sequence) -> None:
+        """The sequence, which is in the list, comes to its next token: it decodes from now on."""
+        self.num_prefilling -= sequence.is_prefilling
+        sequence.is_prefilling = False
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is in the list."""
         index = bisect_left(self.sequences, sequence.rank, key=_rank)
         assert self.sequences[index] is sequence
         del self.sequences[index]
+        self.num_prefilling -= sequence.is_prefilling
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.rank
-
-
-def order_key(sequence: Sequence) -> OrderKey:
-    """A waiting sequence's place: priority, deadline, arrival."""
-    request = sequence.request
-    return request.priority, request.deadline_at_s, request.arrival_s, sequence.sequence_id

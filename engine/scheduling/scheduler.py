@@ -1,165 +1,93 @@
-"""Who runs in the next step, and with how many tokens; who loses its blocks; what the sampled tokens mean.
+"""Who runs in the next step, and with how many tokens; what the sampled tokens mean.
 
 A step costs the host O(sequences in it) and O(blocks that change hands); nothing is rebuilt from one to the next.
 """
 
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
-from itertools import islice
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Final
 
-from engine.kv.block_manager import BlockManager, Match
-from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
-from engine.scheduling.queue import QueueFull, RunningList, WaitingQueue, order_key
+from engine.kv.block_manager import BlockManager
+from engine.plan import ScheduledSequence, StepPlan, StepTokens
+from engine.scheduling.admission import Admission
+from engine.scheduling.beams import Beams
+from engine.scheduling.draft import StepDraft
+from engine.scheduling.latency import LatencyModel
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.pressure import Pressure
+from engine.scheduling.queue import QueueFull
+from engine.scheduling.ranking import BestOf
+from engine.scheduling.roster import Roster
+from engine.scheduling.stall import StallBound
+from engine.scheduling.transfers import Transfers
+from engine.scheduling.usage import Counts, KVUsage, measure
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from engine.transfer import Transfer, TransferResult
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 
 _NO_BLOCKS: Final[list[int]] = []
 """Of most decodes; a plan is read only."""
-_MAX_SKIPPED: Final = 64
-"""Waiting sequences that a plan passes over, each of which costs about a microsecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What a step may hold, and how much may wait. Raises ValueError for a limit under which nothing could run."""
-
-    max_num_seqs: int
-    """Sequences that run at once; one more than max_num_batched_tokens never does."""
-    max_num_batched_tokens: int
-    """Tokens of one step. Only a whole prompt alone in its step may exceed it, without chunked prefill."""
-    max_prefill_tokens: int
-    """Largest chunk of one sequence; 0: max_num_batched_tokens. Without meaning when prompts are not chunked."""
-    max_num_partial_prefills: int
-    """Running sequences whose prompt a step may leave unfinished."""
-    enable_chunked_prefill: bool
-    max_model_len: int
-    max_queue: int
-    """Requests that may wait for their first step, beyond those that the next one has room for."""
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_num_partial_prefills",
-            "max_model_len",
-            "max_queue",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_prefill_tokens < 0:
-            raise ValueError(f"max_prefill_tokens must not be negative, got {self.max_prefill_tokens}")
-
-
-@dataclass(frozen=True, slots=True)
-class KVUsage:
-    """KV memory at one moment."""
-
-    num_owned_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    """In the prefix tree, without an owner."""
-    num_computed_tokens: int
-    """Tokens in owned blocks, those of a shared block once."""
-    utilization: float
-    """Computed tokens over the slots of owned blocks; 1 when none is owned."""
-
-
-class _Admission(Enum):
-    ADMITTED = auto()
-    SKIPPED = auto()
-    """Not now, for a reason of its own: others may go first."""
-    BLOCKED = auto()
-    """No memory or no tokens left: nobody behind it may take them first."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The step being planned."""
-
-    budget_tokens: int
-    """Left for prefill chunks: the running decodes have theirs."""
-    decodes: list[ScheduledSequence] = field(default_factory=list)
-    decoding: list[Sequence] = field(default_factory=list)
-    prefills: list[ScheduledSequence] = field(default_factory=list)
-    prefilling: list[Sequence] = field(default_factory=list)
-    short: dict[Sequence, int] = field(default_factory=dict)
-    """Short prompts not yet scheduled, and the tokens that long ones leave to them."""
-    new_sequences: list[NewSequence] = field(default_factory=list)
-    readmitted_ids: list[int] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
-    sharing: set[Request] = field(default_factory=set)
-    """Requests of which one choice computes the prompt and the others wait for it."""
-    num_partial: int = 0
-    """Prefills that this step leaves unfinished, with those that did not get a chunk."""
-    num_promised_blocks: int = 0
-    """Blocks that admitted sequences still need to finish their prefill."""
-    has_preempted: bool = False
 
 
 class Scheduler:
     """Plans steps and takes in their tokens. One thread; the clock, in seconds, is handed in.
 
-    Order: running decodes, then running prefills, then waiting sequences by priority, deadline and arrival. Blocks are
-    allocated per step. When none is free, sequences lose theirs and are computed again later: first those that do
-    not run, then the running one of the lowest rank (priority, arrival), never the highest, and none that was
-    readmitted and has not sampled since. A readmitted one gets at once all blocks for the tokens it has, so it comes
-    to its next token without another's help: that is why pressure never ends in a standstill.
+    Order: running decodes, then running prefills, then waiting sequences as queue.py says. Blocks are allocated per
+    step. When none is free, sequences lose theirs: first those that do not run, then the running one of the lowest
+    rank (priority, arrival), never the highest, and none that was readmitted and has not sampled since. They come back
+    with the same tokens, computed again or copied from host memory.
+
+    Why pressure never ends in a standstill: a readmitted sequence gets at once all blocks for the tokens it has, and
+    one is only fetched where there is room for these, so both come to their next token without another's help; what is
+    fetched or leaves the device does so whatever else happens, and whoever waits for it is woken by its end; and a
+    sequence that only waits gives its blocks up to any that runs.
 
     Every plan must be launched, in order, and its tokens handed to `update`, in the same order. `plan` may be called
     before the tokens of the step before are there: a sequence whose newest token is still on the device runs on it.
     """
 
-    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        block_manager: BlockManager,
+        clock: Callable[[], float],
+        latency: LatencyModel | None = None,
+    ) -> None:
+        """latency: predicts the steps; the caller lets it observe them. Without one, nothing is known of their time."""
         self._limits = limits
         self._blocks = block_manager
         self._clock = clock
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._max_chunk = limits.max_prefill_tokens or limits.max_num_batched_tokens
         self._eos_ids = frozenset(limits.eos_token_ids)
         self.max_len = min(limits.max_model_len, block_manager.capacity_tokens)
         """Most tokens of a sequence: the model's limit, or what one sequence alone can hold."""
+        self.counts = Counts()
 
-        self._running = RunningList()
-        self._waiting = WaitingQueue()
-        self._paused: set[Sequence] = set()
-        self._parked: set[Sequence] = set()
-        """Sequences that hold blocks and do not run: paused ones, and resumed ones that wait."""
-        self._unstarted: set[Request] = set()
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._num_prefilling = 0
+        self._roster = Roster(clock, limits.ageing_s)
+        self._transfers = Transfers(limits.preemption_mode, block_manager, self.counts, latency)
+        self._pressure = Pressure(block_manager, self._roster, self._transfers, self.counts)
+        self._best_of = BestOf(self._finish, self.counts)
+        self._beams = Beams(
+            limits, block_manager, self._roster, self._pressure, self.counts, self._finish, self._take_sequence_id
+        )
+        self._admission = Admission(
+            limits, block_manager, self._roster, self._pressure, self._transfers, self._beams, self.counts, clock
+        )
+        has_target = limits.itl_target_s > 0 and limits.enable_chunked_prefill
+        self._stall_bound = StallBound(limits, latency or LatencyModel()) if has_target else None
         self._launched: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._ended: list[SequenceOutput] = []
         """Ends that no step brought about; the next `update` or `expire` hands them out."""
-        self._finished_ids: list[int] = []
-        self._preempted_ids: dict[int, None] = {}
         self._next_sequence_id = 0
         self._next_step = 0
-
-        self.num_preemptions = 0
-        self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
-        self.num_recomputed_tokens = 0
-        """Tokens computed again after a preemption; prefill tokens, too."""
-        self.num_wasted_tokens = 0
-        """Tokens sampled for a sequence that had ended."""
-        self.num_prompt_tokens = 0
-        """Of requests that have begun to run."""
-        self.num_prefix_hit_tokens = 0
-        """Of these, tokens that were found in the prefix tree when the request began to run."""
 
     # figures
 
     @property
     def has_runnable(self) -> bool:
-        """Whether `plan` or `expire` may have something. With no step in flight it is exact."""
-        return bool(len(self._running) or len(self._waiting) or self._ended)
+        """Whether `plan` or `expire` may have something. With no step and no transfer in flight it is exact."""
+        return bool(len(self._roster.running) or len(self._roster.waiting) or self._ended)
 
     @property
     def has_work(self) -> bool:
@@ -171,22 +99,22 @@ class Scheduler:
         """When `expire` will next have something, on the scheduler's clock; inf: never."""
         if self._ended:
             return self._clock()
-        return self._deadlines[0][0] if self._deadlines else inf
+        return self._roster.next_deadline_s
 
     @property
     def num_running(self) -> int:
         """Sequences."""
-        return len(self._running)
+        return len(self._roster.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences."""
-        return len(self._waiting)
+        return len(self._roster.waiting)
 
     @property
     def num_paused(self) -> int:
         """Sequences."""
-        return len(self._paused)
+        return len(self._roster.paused)
 
     @property
     def num_block_copies(self) -> int:
@@ -195,15 +123,7 @@ class Scheduler:
 
     def kv_usage(self) -> KVUsage:
         """O(blocks owned)."""
-        blocks = self._blocks
-        num_owned, num_tokens = blocks.num_owned_blocks, blocks.num_computed_tokens()
-        return KVUsage(
-            num_owned_blocks=num_owned,
-            num_free_blocks=blocks.num_free_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
-            num_computed_tokens=num_tokens,
-            utilization=num_tokens / (num_owned * blocks.block_size) if num_owned else 1.0,
-        )
+        return measure(self._blocks)
 
     # requests come, stand aside and go
 
@@ -223,8 +143,16 @@ class Scheduler:
                 f"prompt has {prompt_len} tokens and min_tokens is {sampling.min_tokens}, together over the limit of "
                 f"{self.max_len}; lower min_tokens to {self.max_len - prompt_len} or shorten the prompt",
             )
-        if len(self._unstarted) >= self._limits.max_queue + max(0, self._max_running - len(self._running)):
-            raise QueueFull(len(self._unstarted))
+        if sampling.ranks_choices and sampling.num_sequences > self._limits.max_running:
+            raise InvalidField(
+                "beam_width" if sampling.beam_width else "best_of",
+                f"is {sampling.num_sequences}, and no more than {self._limits.max_running} sequences run at once "
+                f"(max_num_seqs, max_num_batched_tokens); lower it to {self._limits.max_running}",
+            )
+        if len(self._roster.unstarted) >= self._limits.max_queue + max(
+            0, self._limits.max_running - len(self._roster.running)
+        ):
+            raise QueueFull(len(self._roster.unstarted))
 
     def add(self, request: Request) -> None:
         """Take a request in and make its sequences. The caller has called `check`.
@@ -237,7 +165,8 @@ class Scheduler:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         num_prompt = len(request.prompt_token_ids)
         request.sequences = []
-        for choice in range(sampling.n):
+        request.first_sequence_id = self._next_sequence_id
+        for choice in range(1 if sampling.beam_width else sampling.num_sequences):
             prior = request.prior_token_ids[choice] if choice < len(request.prior_token_ids) else []
             sequence = Sequence(
                 sequence_id=self._next_sequence_id,
@@ -258,18 +187,24 @@ class Scheduler:
                 sequence.state = SequenceState.FINISHED
                 self._ended.append(self._end(sequence, [], *ending))
             else:
-                self._waiting.add(sequence)
+                self._roster.wait(sequence)
+        if sampling.beam_width:
+            self._next_sequence_id += sampling.beam_width - 1  # its further beams stand beside it in rank
+            self._beams.add(request, request.sequences[0].max_len)
+        elif sampling.ranks_choices:
+            self._best_of.add(request)
         if request.is_finished:
             return
-        self._unstarted.add(request)
-        if request.deadline_at_s < inf:
-            insort(self._deadlines, self._deadline(request))
+        self._roster.add(request)
 
-    def abort(self, request: Request, cause: str) -> list[SequenceOutput]:
-        """End what still goes on of a request. Blocks that a launched step touches are freed when it is collected."""
+    def abort(self, request: Request, cause: str, choice: int = -1) -> list[SequenceOutput]:
+        """End what still goes on of a request, or of one choice. Blocks that a launched step touches are freed when it
+        is collected. Where choices are ranked nothing of them is handed out but their end."""
         outputs = []
+        if request.sampling.ranks_choices:
+            return (self._beams if request.sampling.beam_width else self._best_of).abort(request, cause)
         for sequence in request.sequences:
-            if sequence.state is not SequenceState.FINISHED:
+            if sequence.state is not SequenceState.FINISHED and choice in (-1, sequence.choice):
                 self._finish(sequence)
                 outputs.append(self._end(sequence, [], "abort", cause, -1))
         return outputs
@@ -277,66 +212,59 @@ class Scheduler:
     def expire(self) -> list[SequenceOutput]:
         """Abort, with cause `deadline`, what has passed its deadline; hand out ends that no step brought about."""
         outputs, self._ended = self._ended, []
-        now_s = self._clock() if self._deadlines else 0.0
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            outputs += self.abort(self._deadlines[0][2], "deadline")
+        if self._roster.next_deadline_s < inf:
+            now_s = self._clock()
+            while (request := self._roster.overdue(now_s)) is not None:
+                outputs += self.abort(request, "deadline")
         return outputs
 
     def pause(self, request: Request) -> None:
-        """Deschedule a request. Tokens of launched steps still come; its blocks are the first to be preempted."""
+        """Deschedule a request. Tokens of launched steps still come; its blocks are the first to be preempted.
+
+        Where choices are ranked it goes on: its reader gets nothing before its end.
+        """
         request.is_paused = True
+        if request.sampling.ranks_choices:
+            return
         for sequence in request.sequences:
-            if sequence.state is SequenceState.RUNNING:
-                self._leave_running(sequence)
-                self._parked.add(sequence)
-            elif sequence.state is SequenceState.WAITING:
-                self._waiting.remove(sequence)
-            else:
-                continue
-            sequence.state = SequenceState.PAUSED
-            self._paused.add(sequence)
+            if sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.WAITING:
+                self._roster.pause(sequence)
+                self._blocks.withdraw(sequence)
 
     def resume(self, request: Request) -> None:
         """Let a paused request wait for its turn again, at its old place and with the blocks that it still has."""
         request.is_paused = False
         for sequence in request.sequences:
             if sequence.state is SequenceState.PAUSED:
-                self._paused.remove(sequence)
-                sequence.state = SequenceState.WAITING
-                self._waiting.add(sequence)
+                self._roster.resume(sequence)
 
     # a step
 
     def plan(self) -> StepPlan | None:
         """The next step, which the caller must launch; None when nothing can run now."""
-        draft = _Draft(self._limits.max_num_batched_tokens - (len(self._running) - self._num_prefilling))
-        if not self._plan_alone(draft):
-            if self._num_prefilling or len(self._waiting):
-                self._reserve_for_short(draft)
-            self._plan_running(draft)
-            if len(self._waiting) and not draft.has_preempted:
-                self._plan_waiting(draft)
-        if not draft.decodes and not draft.prefills:
-            return None
-        self._blocks.end_plan(draft.prefilling)
-        num_prefill_tokens = sum([entry.num_tokens for entry in draft.prefills])
-        self.num_prefill_tokens += num_prefill_tokens
-        self.num_decode_tokens += len(draft.decodes)
-        plan = StepPlan(
-            step=self._next_step,
-            scheduled=draft.decodes + draft.prefills,
-            new_sequences=draft.new_sequences,
-            finished_sequence_ids=self._finished_ids,
-            preempted_sequence_ids=list(self._preempted_ids),
-            readmitted_sequence_ids=draft.readmitted_ids,
-            block_copies=draft.block_copies,
-            total_num_scheduled_tokens=len(draft.decodes) + num_prefill_tokens,
-            num_prefill_requests=len(draft.prefills),
-            num_decode_requests=len(draft.decodes),
+        roster, admission = self._roster, self._admission
+        running = roster.running
+        num_decodes = len(running) - running.num_prefilling
+        draft = StepDraft(
+            self._limits, self._blocks, running, self.counts, self._limits.max_num_batched_tokens - num_decodes
         )
+        if not self._beams.rebuild_alone(draft) and not admission.admit_alone(draft):
+            if running.num_prefilling or len(roster.waiting):
+                if self._stall_bound is not None:
+                    draft.bound = self._stall_bound.of_step(running.sequences)
+                admission.reserve_for_short(draft)
+            self._plan_running(draft)
+            if roster.beam_groups:
+                self._beams.rebuild(draft)
+            if len(roster.waiting) and not draft.has_preempted:
+                admission.admit(draft)
+        if roster.beam_groups:
+            self._ended += self._beams.end_outgrown()
+        if draft.is_empty:
+            return None
+        plan = draft.finish(self._next_step, roster.finished_ids, list(roster.preempted_ids))
         self._next_step += 1
-        self._finished_ids = []
-        self._preempted_ids = {}
+        roster.finished_ids, roster.preempted_ids = [], {}
         self._launched.append((plan, draft.decoding + draft.prefilling))
         return plan
 
@@ -353,13 +281,17 @@ class Scheduler:
                 token_id = next(sampled)
                 sequence.num_pending -= 1
             if sequence.state is finished:
-                self.num_wasted_tokens += entry.samples
+                self.counts.num_wasted_tokens += entry.samples
                 if not sequence.num_in_flight:
                     self._release(sequence)
                 continue
             if not entry.samples:
                 continue
             if token_id < 0:
+                if sequence.request.sampling.beam_width:
+                    self._beams.take(sequence, tokens)
+                    sequence.request.first_token_s = sequence.request.first_token_s or self._clock()
+                    continue
                 sequence.finish_reason = "error"
                 self._finish(sequence)
                 outputs.append(self._end(sequence, [], "error", tokens.failed[sequence.sequence_id], -1))
@@ -376,29 +308,53 @@ class Scheduler:
                     continue
             outputs.append(SequenceOutput(sequence, [token_id]))
         assert next(sampled, None) is None, f"step {plan.step} sampled more tokens than its plan asked for"
+        if self._best_of:
+            outputs = self._best_of.hold_back(outputs, tokens)
+        if self._roster.beam_groups:
+            outputs += self._beams.advance()
         return outputs
+
+    # transfers
+
+    @property
+    def num_transfers(self) -> int:
+        """Copies between the tiers that were taken and whose result has not come."""
+        return self._transfers.num_running
+
+    def take_transfers(self) -> list[Transfer]:
+        """What the executor is to start now, in this order. To be called when the plans of a turn are launched,
+        whether there were any or not."""
+        return self._transfers.take()
+
+    def finish_transfers(self, results: Iterable[TransferResult]) -> None:
+        """Take in what the executor has finished. Sequences whose fetch is over can run in the next plan."""
+        for sequence in self._transfers.finish(results):
+            if not sequence.block_table:
+                self._roster.unpark(sequence)
 
     # planning
 
-    def _plan_running(self, draft: _Draft) -> None:
+    def _plan_running(self, draft: StepDraft) -> None:
         """Every running decode and, in what they leave of the budget, the running prefills; by rank."""
-        blocks, running = self._blocks, self._running.sequences
+        blocks, running = self._blocks, self._roster.running.sequences
         block_size = blocks.block_size
         decodes, decoding = draft.decodes, draft.decoding
-        index = 0
+        index = num_kv_tokens = 0
         while index < len(running):
             sequence = running[index]
             if sequence.is_prefilling:
                 index += self._plan_running_prefill(draft, sequence, index)
                 continue
             token_ids, start = sequence.token_ids, sequence.num_computed
-            if start + 1 >= sequence.max_len:
-                index += 1
-                continue  # the last token that it may have is on its way
+            end = start + 1
+            if end >= sequence.max_len:
+                # The last token that it may have is on its way; or it is a beam, whose group is planned at once.
+                index += self._beams.plan(draft, sequence, index)
+                continue
             new_block_ids = _NO_BLOCKS
             # A block that it has already is its own: whoever forks copies the block that both would write, at once.
             if start >= len(sequence.block_table) * block_size:
-                if not blocks.num_available_blocks and not self._make_room(draft, sequence, 1, index):
+                if not blocks.num_available_blocks and not self._pressure.make_room(draft, sequence, 1, index):
                     index += sequence.state is SequenceState.RUNNING
                     continue
                 new_block_ids = [blocks.extend(sequence)]
@@ -414,300 +370,34 @@ class Scheduler:
                 )
             )
             decoding.append(sequence)
-            sequence.num_computed = start + 1
+            num_kv_tokens += end
+            sequence.num_computed = end
             sequence.num_pending += 1
             sequence.num_in_flight += 1
             sequence.must_progress = False
             index += 1
+        draft.num_decode_kv_tokens += num_kv_tokens
 
-    def _plan_running_prefill(self, draft: _Draft, sequence: Sequence, index: int) -> bool:
+    def _plan_running_prefill(self, draft: StepDraft, sequence: Sequence, index: int) -> bool:
         """Whether running[index] still runs, be it with a chunk in this step or without."""
-        chunk = self._chunk(draft, sequence, sequence.num_tokens - sequence.num_computed)
+        chunk = draft.chunk(sequence, sequence.num_tokens - sequence.num_computed)
         end = sequence.num_computed + chunk
         if chunk > 0:
             num_needed = self._blocks.num_needed(sequence, end)
-            if self._blocks.num_available_blocks >= num_needed or self._make_room(draft, sequence, num_needed, index):
-                self._schedule(draft, sequence, end)
+            if self._blocks.num_available_blocks >= num_needed or self._pressure.make_room(
+                draft, sequence, num_needed, index
+            ):
+                draft.schedule(sequence, end)
         if sequence.is_prefilling:
             draft.num_partial += 1
             draft.num_promised_blocks += self._blocks.num_needed(sequence, sequence.num_tokens)
         return sequence.state is SequenceState.RUNNING
 
-    def _plan_waiting(self, draft: _Draft) -> None:
-        """Admit waiting sequences in their order while there are places, tokens and blocks."""
-        admitted = []
-        num_skipped = 0
-        for sequence in self._waiting:
-            if draft.budget_tokens <= 0 or len(self._running) >= self._max_running or num_skipped > _MAX_SKIPPED:
-                break
-            if sequence.request in draft.sharing:
-                continue
-            admission = self._admit(draft, sequence)
-            if admission is _Admission.ADMITTED:
-                admitted.append(sequence)
-            elif admission is _Admission.BLOCKED:
-                break
-            else:
-                num_skipped += 1
-        for sequence in admitted:
-            self._waiting.remove(sequence)
-
-    def _plan_alone(self, draft: _Draft) -> bool:
-        """Without chunked prefill: give the first waiting sequence a step of its own if it is too long to go beside
-        the running ones. That step may exceed the budget. Returns whether it was planned."""
-        if self._limits.enable_chunked_prefill or len(self._running) >= self._max_running:
-            return False
-        for sequence in self._waiting:
-            if self._num_remaining(sequence) <= draft.budget_tokens:
-                return False
-            if not sequence.block_table and self._find_parent(draft, sequence) != (None, False):
-                continue  # little is left to compute, or will be soon
-            budget_tokens = draft.budget_tokens
-            draft.budget_tokens = sequence.num_tokens
-            admission = self._admit(draft, sequence)
-            if admission is _Admission.ADMITTED:
-                self._waiting.remove(sequence)
-                return True
-            draft.budget_tokens = budget_tokens
-            if admission is _Admission.BLOCKED:
-                return False
-        return False
-
-    def _admit(self, draft: _Draft, sequence: Sequence) -> _Admission:
-        """Schedule a waiting sequence's first chunk if there is room. The caller takes it out of the queue."""
-        blocks, num_tokens = self._blocks, sequence.num_tokens
-        holds_blocks = bool(sequence.block_table)
-        if num_tokens >= sequence.max_len or (sequence.num_pending and not holds_blocks):
-            return _Admission.SKIPPED  # its newest token is on its way, and a recomputation needs it on the host
-        parent, match, start = None, None, sequence.num_computed
-        if not holds_blocks:
-            match = blocks.find(sequence)
-            start = match.num_tokens
-            if start < _shared_len(sequence) and len(sequence.request.sequences) > 1:
-                parent, must_wait = self._find_parent(draft, sequence)
-                if must_wait:
-                    draft.sharing.add(sequence.request)
-                    return _Admission.SKIPPED
-                if parent is not None:
-                    start = _shared_len(sequence)
-            if parent is None and self._must_wait_for_prefix(draft, sequence):
-                return _Admission.SKIPPED
-        chunk = self._chunk(draft, sequence, num_tokens - start)
-        if chunk <= 0:
-            return _Admission.SKIPPED if self._limits.enable_chunked_prefill else _Admission.BLOCKED
-        is_partial = start + chunk < num_tokens
-        if is_partial and draft.num_partial >= self._limits.max_num_partial_prefills:
-            return _Admission.SKIPPED
-        # Whoever cannot have all blocks for the tokens that it has would only be preempted, or preempt, half-way.
-        if holds_blocks:
-            num_needed = blocks.num_needed(sequence, num_tokens)
-        else:
-            num_needed = blocks.num_needed_after(start, num_tokens)
-        if num_needed and not self._make_room_for_waiting(draft, sequence, num_needed, None if parent else match):
-            return _Admission.BLOCKED
-
-        if parent is not None:
-            blocks.fork(parent, sequence, start)
-        elif match is not None:
-            copy = blocks.share(sequence, match)
-            if copy is not None:
-                draft.block_copies.append(copy)
-        if sequence.is_known and not holds_blocks:
-            draft.readmitted_ids.append(sequence.sequence_id)
-        sequence.state = SequenceState.RUNNING
-        sequence.is_prefilling = num_tokens - start > 1 or start < sequence.num_prompt
-        self._num_prefilling += sequence.is_prefilling
-        self._running.add(sequence)
-        self._parked.discard(sequence)
-        if sequence.request in self._unstarted:
-            self._begin(sequence.request, 0 if match is None else match.num_tokens)
-        if sequence.is_prefilling:
-            blocks.announce(sequence)
-        self._schedule(draft, sequence, start + chunk)
-        if is_partial:
-            draft.num_partial += 1
-            draft.num_promised_blocks += blocks.num_needed(sequence, num_tokens)
-        return _Admission.ADMITTED
-
-    def _begin(self, request: Request, num_cached_tokens: int) -> None:
-        """The first sequence of a request is scheduled for the first time."""
-        self._unstarted.remove(request)
-        request.first_scheduled_s = self._clock()
-        num_prompt = len(request.prompt_token_ids)
-        num_cached_tokens = min(num_cached_tokens, num_prompt)
-        for sequence in request.sequences:
-            sequence.num_cached_tokens = num_cached_tokens
-        self.num_prompt_tokens += num_prompt
-        self.num_prefix_hit_tokens += num_cached_tokens
-
-    def _must_wait_for_prefix(self, draft: _Draft, sequence: Sequence) -> bool:
-        """Whether another sequence is computing the next block of this one's prompt. Nobody waits for a lower
-        priority."""
-        producer = self._blocks.producer(sequence)
-        if producer is None or producer.request.priority > sequence.request.priority:
-            return False
-        draft.short.pop(sequence, None)
-        return True
-
-    def _num_remaining(self, sequence: Sequence) -> int:
-        """Tokens that a sequence which runs or waits has still to compute."""
-        if sequence.block_table or sequence.num_pending:
-            return sequence.num_tokens - sequence.num_computed
-        return sequence.num_tokens - self._blocks.find(sequence).num_tokens
-
-    def _schedule(self, draft: _Draft, sequence: Sequence, end: int) -> None:
-        """Put tokens [num_computed, end) of a sequence into the step. Blocks and budget have been checked."""
-        start, num_tokens = sequence.num_computed, sequence.num_tokens
-        is_prefill, samples = sequence.is_prefilling, end == num_tokens
-        num_known_blocks = 0
-        if not sequence.is_known:
-            self._introduce(draft, sequence)
-        elif sequence.sequence_id not in draft.readmitted_ids:
-            num_known_blocks = len(sequence.block_table)
-        copy = self._blocks.allocate(sequence, num_tokens if sequence.must_progress else end)
-        if copy is not None:
-            assert not num_known_blocks, "a block that the executor knows was replaced by a copy"
-            draft.block_copies.append(copy)
-        entry = ScheduledSequence(
-            sequence.sequence_id,
-            start,
-            end - start,
-            is_prefill,
-            samples,
-            [] if sequence.num_pending else sequence.token_ids[start:end],
-            sequence.block_table[num_known_blocks:],
-        )
-        if is_prefill:
-            draft.prefills.append(entry)
-            draft.prefilling.append(sequence)
-            draft.short.pop(sequence, None)
-            draft.budget_tokens -= end - start
-        else:
-            draft.decodes.append(entry)
-            draft.decoding.append(sequence)
-            draft.budget_tokens -= 1
-        if sequence.num_preemptions and start < sequence.num_recompute:
-            self.num_recomputed_tokens += min(end, sequence.num_recompute) - start
-        sequence.num_computed = end
-        sequence.num_in_flight += 1
-        if samples:
-            sequence.num_pending += 1
-            sequence.must_progress = False
-            self._num_prefilling -= is_prefill
-            sequence.is_prefilling = False
-
-    def _introduce(self, draft: _Draft, sequence: Sequence) -> None:
-        """The sequence's first step: tell the executor what it must know."""
-        request = sequence.request
-        sequence.is_known = True
-        eos_token_ids = () if request.sampling.ignore_eos else self._limits.eos_token_ids
-        draft.new_sequences.append(
-            NewSequence(sequence.sequence_id, sequence.choice, request.sampling, sequence.num_prompt, eos_token_ids)
-        )
-
-    def _chunk(self, draft: _Draft, sequence: Sequence, remaining: int) -> int:
-        """How many of its `remaining` tokens a prefill may compute in this step; 0: none."""
-        if not self._limits.enable_chunked_prefill:
-            return remaining if remaining <= draft.budget_tokens else 0
-        left_to_others = sum(draft.short.values()) - draft.short.get(sequence, 0)
-        return min(remaining, self._max_chunk, draft.budget_tokens - left_to_others)
-
-    def _reserve_for_short(self, draft: _Draft) -> None:
-        """Set aside tokens for a few short prompts, so that they do not queue behind a long one's many chunks.
-
-        Short is what fits into an equal share of the budget among max_num_partial_prefills; one share stays for
-        the long ones, which take it, and all that is left, in their order.
-        """
-        num_shares = self._limits.max_num_partial_prefills
-        share = min(draft.budget_tokens // num_shares, self._max_chunk)
-        if num_shares < 2 or share < 1 or not self._limits.enable_chunked_prefill:
-            return
-        if self._num_prefilling:
-            for sequence in self._running.sequences:
-                remaining = sequence.num_tokens - sequence.num_computed
-                if sequence.is_prefilling and remaining <= share and len(draft.short) < num_shares - 1:
-                    draft.short[sequence] = remaining
-        num_places = min(self._max_running - len(self._running), num_shares - 1 - len(draft.short))
-        num_available = self._blocks.num_available_blocks
-        for sequence in islice(self._waiting, max(0, num_places)):
-            if self._blocks.num_needed(sequence, sequence.num_tokens) > num_available:
-                break
-            remaining = self._num_remaining(sequence)
-            if remaining <= share:
-                draft.short[sequence] = remaining
-
-    def _find_parent(self, draft: _Draft, sequence: Sequence) -> tuple[Sequence | None, bool]:
-        """(another choice whose prompt blocks can be shared now, or whether one is computing them)."""
-        shared, must_wait = _shared_len(sequence), False
-        for sibling in sequence.request.sequences:
-            if sibling.state is not SequenceState.RUNNING or not shared:
-                continue
-            if sibling.is_prefilling or sibling in draft.prefilling:
-                must_wait = True  # a copy of this step would be made before the block is written
-            elif sibling.num_computed >= shared:
-                return sibling, False
-        return None, must_wait
-
-    # pressure
-
-    def _make_room(self, draft: _Draft, sequence: Sequence, num_needed: int, index: int) -> bool:
-        """Preempt until so many blocks are free for running[index]; False if it must wait or was itself the victim.
-
-        Blocks are free at once: steps run in the order of their launch, so one in flight that still reads them is
-        done before their next owner writes.
-        """
-        draft.has_preempted = True
-        while self._blocks.num_available_blocks < num_needed:
-            victim = max(self._parked, key=_parked_rank, default=None) or self._running_victim(index)
-            if victim is None:
-                return False
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _running_victim(self, index: int) -> Sequence | None:
-        """The lowest in rank from running[index] on: those before it are in the step already."""
-        running = self._running.sequences
-        for place in range(len(running) - 1, max(index, 1) - 1, -1):
-            if not running[place].must_progress:
-                return running[place]
-        return None
-
-    def _make_room_for_waiting(self, draft: _Draft, sequence: Sequence, num_needed: int, match: Match | None) -> bool:
-        """Whether so many blocks are free for a waiting sequence, beside those of its match and what those who run
-        will need soon.
-
-        Takes blocks from paused sequences and from those behind it in the queue, never from running ones.
-        """
-        blocks = self._blocks
-        wanted = num_needed + draft.num_promised_blocks + len(self._running) // 4
-        if match is not None and blocks.has_room(match, wanted):
-            return True
-        while (num_available := blocks.num_available_blocks - (blocks.num_claimed(match) if match else 0)) < wanted:
-            key = order_key(sequence)
-            behind = [other for other in self._parked if other.state is SequenceState.PAUSED or order_key(other) > key]
-            if sum([len(other.block_table) for other in behind]) + num_available < wanted:
-                return False
-            self._preempt(max(behind, key=_parked_rank))
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks away; it is computed again when it is readmitted."""
-        if sequence.state is SequenceState.RUNNING:
-            self._leave_running(sequence)
-            sequence.state = SequenceState.WAITING
-            self._waiting.add(sequence)
-        self._parked.discard(sequence)
-        sequence.is_prefilling = False
-        sequence.num_recompute = sequence.num_computed
-        self._blocks.free(sequence)
-        sequence.must_progress = True
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self._preempted_ids[sequence.sequence_id] = None
-
     # ends
+
+    def _take_sequence_id(self) -> int:
+        self._next_sequence_id += 1
+        return self._next_sequence_id - 1
 
     def _ending(self, sequence: Sequence) -> tuple[str, str, int] | None:
         """(finish_reason, cause, stop_token_id) if its last token ends it. A stop wins over a limit."""
@@ -727,44 +417,14 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         """Take a sequence out of wherever it is; its blocks stay while a launched step touches it."""
-        if sequence.state is SequenceState.RUNNING:
-            self._leave_running(sequence)
-        elif sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
-        self._paused.discard(sequence)
-        self._parked.discard(sequence)
-        sequence.state = SequenceState.FINISHED
+        self._roster.finish(sequence)
+        self._blocks.withdraw(sequence)
         if not sequence.num_in_flight:
             self._release(sequence)
-        request = sequence.request
-        if request.is_finished:
-            self._unstarted.discard(request)
-            if request.deadline_at_s < inf:
-                del self._deadlines[bisect_left(self._deadlines, self._deadline(request))]
 
     def _release(self, sequence: Sequence) -> None:
         """Free an ended sequence's blocks; the next plan lets the executor forget it."""
         self._blocks.forget(sequence)
         if sequence.finish_reason == "error":
-            self._blocks.drop_cached()  # among them its own blocks, in which something was no number
-        if sequence.is_known:
-            self._preempted_ids.pop(sequence.sequence_id, None)
-            self._finished_ids.append(sequence.sequence_id)
-
-    def _leave_running(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._num_prefilling -= sequence.is_prefilling
-        self._blocks.withdraw(sequence)
-
-    def _deadline(self, request: Request) -> tuple[float, int, Request]:
-        return request.deadline_at_s, request.sequences[0].sequence_id, request
-
-
-def _shared_len(sequence: Sequence) -> int:
-    """Tokens that a choice can share with another: the prompt, but not its own last token, whose logits it needs."""
-    return min(sequence.num_prompt, len(sequence.token_ids) - 1)
-
-
-def _parked_rank(sequence: Sequence) -> tuple[bool, tuple[int, float, int]]:
-    """Highest for whom blocks are taken from first: paused before waiting, then by rank."""
-    return sequence.state is SequenceState.PAUSED, sequence.rank
+            self._blocks.drop_cached(sequence)  # among them its own blocks, in which something was no number
+        self._roster.forget(sequence)

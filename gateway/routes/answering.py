@@ -55,7 +55,7 @@ async def answer(request: web.Request, parse: Callable[[bytes, RequestLimits], R
     """One request of the OpenAI API."""
     request.app[keys.ADMISSION].check()
     parsed = await parse_body(request, parse)
-    prepared = await request.app[keys.GENERATION].prepare(parsed)
+    prepared = await request.app[keys.GENERATION].prepare(parsed, request[keys.CALLER])
     if parsed.options.stream:
         return await _streamed(request, prepared)
     return await _whole(request, prepared)

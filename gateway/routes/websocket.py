@@ -10,6 +10,7 @@ from typing import Final
 from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from gateway import keys
+from gateway.auth import KEY_PROTOCOL_PREFIX, Caller, check_origin, offered_protocols
 from gateway.errors import error_fields
 from gateway.schema import decode_msgpack_object, decode_object, generate_from_fields
 from gateway.socket_events import JSON_PROTOCOL, MSGPACK_PROTOCOL, EventCodec, JsonCodec, MsgpackCodec, SocketOutlet
@@ -31,11 +32,20 @@ _MAX_STUCK_PINGS: Final = 15
 _MAX_UNREAD_TIMES: Final = 4
 """Unread output, in times of what pauses the generations, at which no further message is read."""
 _OFF_LOOP_BYTES: Final = 128 * 1024
+_PROTOCOLS: Final = frozenset({JSON_PROTOCOL, MSGPACK_PROTOCOL})
 
 
 async def stream_socket(request: web.Request) -> web.WebSocketResponse:
-    """One socket from its handshake to its end."""
+    """One socket from its handshake to its end. Raises OriginRefused, and InvalidField for subprotocols of which it
+    speaks none."""
     app = request.app
+    check_origin(request.headers, app[keys.CONFIG].origins)
+    offered = offered_protocols(request.headers)
+    if offered and not _PROTOCOLS.intersection(offered):
+        beside = " beside the key" if any(name.startswith(KEY_PROTOCOL_PREFIX) for name in offered) else ""
+        raise InvalidField(
+            "Sec-WebSocket-Protocol", f"must offer {JSON_PROTOCOL} or {MSGPACK_PROTOCOL}{beside}, or be left out"
+        )
     socket = web.WebSocketResponse(
         protocols=(JSON_PROTOCOL, MSGPACK_PROTOCOL),
         autoping=False,  # pongs are to be seen: aiohttp's own heartbeat cuts a slow reader, whose ping waits unread
@@ -45,7 +55,12 @@ async def stream_socket(request: web.Request) -> web.WebSocketResponse:
     await socket.prepare(request)
     if request.transport is None:
         return socket
-    session = _Session(app, is_msgpack=socket.ws_protocol == MSGPACK_PROTOCOL, transport=request.transport)
+    session = _Session(
+        app,
+        request[keys.CALLER],
+        is_msgpack=socket.ws_protocol == MSGPACK_PROTOCOL,
+        transport=request.transport,
+    )
     app[keys.SOCKETS].live.add(socket)
     watching = asyncio.create_task(session.watch(socket, request.transport))
     try:
@@ -76,8 +91,11 @@ class _Generation:
 class _Session:
     """One socket's generations; they share its writer and so its bound on unread output."""
 
-    def __init__(self, app: web.Application, *, is_msgpack: bool, transport: asyncio.WriteTransport) -> None:
+    def __init__(
+        self, app: web.Application, caller: Caller, *, is_msgpack: bool, transport: asyncio.WriteTransport
+    ) -> None:
         self._app = app
+        self._caller = caller
         self._decode = decode_msgpack_object if is_msgpack else decode_object
         self._codec: EventCodec = MsgpackCodec() if is_msgpack else JsonCodec()
         self._is_msgpack = is_msgpack
@@ -200,7 +218,7 @@ class _Session:
         service = self._app[keys.GENERATION]
         grace_s = _take_grace(fields)
         parsed = generate_from_fields(fields, await service.limits())
-        prepared = await service.prepare(parsed, attach_grace_s=grace_s)
+        prepared = await service.prepare(parsed, self._caller, attach_grace_s=grace_s)
         stream = service.start(prepared, generation.outlet)
         self._stands(generation, stream)
 
@@ -215,7 +233,8 @@ class _Session:
             stream_id = b""
         if len(stream_id) != STREAM_ID_BYTES:
             raise InvalidField("stream_id", "must be the 32 hex digits that `started` gave")
-        self._stands(generation, await self._app[keys.GENERATION].attach(stream_id, from_token, generation.outlet))
+        service = self._app[keys.GENERATION]
+        self._stands(generation, await service.attach(stream_id, from_token, generation.outlet, self._caller))
 
     def _stands(self, generation: _Generation, stream: Stream) -> None:
         generation.stream = stream

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from streamkv.errors import StreamKVError
+from streamkv.lengths import mixed
 
 TRACE_BLOCK_TOKENS: Final = 512
 """One of a trace's hash ids stands for this many tokens."""
@@ -144,11 +145,8 @@ class Builder:
         return [Request(self.ids(prompt), self._size(output)) for _ in range(count)]
 
     def _mixed_request(self, at_s: float = 0.0) -> Request:
-        prompt, output = self._lognormal(200, 0.9, 16, 2048), self._lognormal(150, 0.8, 8, 1024)
+        prompt, output = mixed(self._random)
         return Request(self.ids(prompt), self._size(output), at_s)
-
-    def _lognormal(self, median: int, sigma: float, low: int, high: int) -> int:
-        return min(max(round(self._random.lognormvariate(math.log(median), sigma)), low), high)
 
 
 BUILDERS: Final[dict[str, Callable[[Builder], tuple[list[Request], int]]]] = {

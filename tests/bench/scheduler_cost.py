@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from engine.kv.block_manager import BlockManager
 from engine.plan import StepTokens
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request
 from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
@@ -66,7 +67,10 @@ def decode_cost(num_seqs: int, block_size: int, num_steps: int = 320) -> tuple[f
         counter += 1
         return counter * 7 % 50_000 + 3
 
-    while any(not sequence.num_computed for sequence in list(scheduler._running.sequences)) or scheduler.num_waiting:
+    while (
+        any(not sequence.num_computed for sequence in list(scheduler._roster.running.sequences))
+        or scheduler.num_waiting
+    ):
         step(scheduler, next_token)
     for _ in range(40):
         step(scheduler, next_token)

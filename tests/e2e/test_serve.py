@@ -198,6 +198,27 @@ async def test_ctrl_c_ends_both_and_says_goodbye_to_live_streams(
     assert b"Traceback" not in served.log.read_bytes(), served.log.read_text()
 
 
+async def test_a_restarted_server_finds_its_prompts_on_disk(tmp_path: Path, session: aiohttp.ClientSession) -> None:
+    case = SHORT[0]
+    cached: list[int] = []
+    flags = ("--dtype=float32", "--kv-cache-memory-gib=0.2", "--max-num-batched-tokens=64", "--host-kv-memory-gib=0.1")
+    for _ in range(2):
+        running = start(tmp_path, *flags, f"--disk-kv-path={tmp_path / 'kv'}", "--preemption-mode=swap")
+        try:
+            await asyncio.to_thread(wait_ready, running)
+            async with session.post(running.url + "/v1/chat/completions", json=chat(case, max_tokens=8)) as response:
+                answer = await response.json()
+            assert case["text_all"].startswith(answer["choices"][0]["message"]["content"])
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            running.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(running.process.wait, 20) == 0, running.log.read_text()
+        finally:
+            running.process.kill()
+            running.process.wait()
+    num_prompt = len(case["prompt_token_ids"])
+    assert cached == [0, num_prompt - 1], running.log.read_text()
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     running = start(tmp_path)
     try:

@@ -9,6 +9,7 @@ import pytest
 from engine.executor import DeviceLimits, ReportProgress
 from engine.kv.audit import audit
 from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE
+from engine.plan import StepLoad
 from streamkv.errors import ModelError
 from streamkv.protocol import (
     WIRE_VERSION,
@@ -239,6 +240,20 @@ def test_beyond_the_queue_bound_requests_are_refused_with_a_time_to_come_back() 
         assert counters["requests_received_total"] == 8
 
 
+def test_the_time_to_come_back_is_that_in_which_what_waits_is_served() -> None:
+    with (
+        serving(ScriptedExecutor(step_s=0.05), max_num_seqs=1, max_queue=3) as engine,
+        WireGateway(engine.endpoint) as gateway,
+    ):
+        gateway.wait_for(Ready)
+        gateway.send(submission(0, PROMPT, max_tokens=100))
+        gateway.wait_tokens(0, 8)
+        for request_id in range(1, 5):
+            gateway.send(submission(request_id, PROMPT, max_tokens=100))
+        # Nearly 400 tokens, one at a time: the clock can be late, never early.
+        assert 15.0 <= gateway.wait_for(Rejected).retry_after_s <= 120.0
+
+
 # Loading
 
 
@@ -350,6 +365,121 @@ def test_abort_of_an_unknown_request_is_answered(gateway: WireGateway) -> None:
     gateway.send(Abort(77, "timeout"))
     end = gateway.wait_end(77).finished[0]
     assert (end.finish_reason, end.cause) == ("abort", "timeout")
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_abort_of_one_choice_leaves_the_others(max_in_flight: int) -> None:
+    executor = ScriptedExecutor(step_s=0.003, max_in_flight=max_in_flight)
+    sampling = SamplingParams(seed=5, max_tokens=80, n=3)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gateway.send(submission(1, PROMPT, sampling=sampling))
+        gateway.wait_tokens(1, 5, choice=1)
+        for _ in range(2):
+            gateway.send(Abort(1, "stop_string", 1))
+        for choice in (3, 2**31 - 1):
+            gateway.send(Abort(1, "cancelled", choice))
+        received = gateway.wait_end(1, 3)
+        assert (received.finished[1].finish_reason, received.finished[1].cause) == ("abort", "stop_string")
+        assert 5 <= len(received.tokens[1]) < 80
+        for choice in range(3):
+            expected = executor.expected_tokens(PROMPT, len(received.tokens[choice]), sampling, choice)
+            assert received.tokens[choice] == expected
+        assert [received.finished[choice].finish_reason for choice in (0, 2)] == ["length", "length"]
+        wait_idle(gateway, engine)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefill", "paused"])
+def test_abort_of_the_choice_that_the_others_wait_for_lets_another_take_over(phase: str) -> None:
+    prompt, sampling = [7] * 400, SamplingParams(seed=5, max_tokens=6, n=3)
+    executor = ScriptedExecutor(step_s=0.005)
+    settings = {"max_prefill_tokens": 16, "max_num_seqs": 1 if phase == "waiting" else 8}
+    with serving(executor, **settings) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        if phase == "waiting":
+            gateway.send(submission(9, PROMPT, max_tokens=200))
+            gateway.wait_tokens(9, 1)
+        gateway.send(submission(1, prompt, sampling=sampling))
+        gateway.pump_for(0.03)
+        if phase == "paused":
+            gateway.send(Pause(1))
+        gateway.send(Abort(1, "cancelled", 0))
+        if phase == "paused":
+            gateway.send(Resume(1))
+        received = gateway.wait_end(1, 3)
+        assert received.finished[0].cause == "cancelled" and not received.tokens[0]
+        for choice in (1, 2):
+            assert received.tokens[choice] == executor.expected_tokens(prompt, 6, sampling, choice)
+        if phase == "waiting":
+            gateway.wait_end(9)
+        wait_idle(gateway, engine)
+
+
+def test_a_request_whose_choices_are_aborted_one_by_one_has_ended(gateway: WireGateway, engine: RunningEngine) -> None:
+    gateway.send(submission(1, PROMPT, max_tokens=1500, n=2))
+    gateway.wait_tokens(1, 2)
+    for choice in (1, 0):
+        gateway.send(Abort(1, "stop_string", choice))
+    received = gateway.wait_end(1, 2)
+    assert [received.finished[choice].cause for choice in (0, 1)] == ["stop_string", "stop_string"]
+    stats = wait_idle(gateway, engine)
+    assert stats.counters['requests_ended_total{reason="abort"}'] == 1
+    del gateway.requests[1]
+    gateway.send(submission(1, PROMPT, max_tokens=3))
+    assert gateway.wait_end(1).finished[0].finish_reason == "length", "its number is free again"
+
+
+def test_a_stream_is_unknown_to_other_tenants() -> None:
+    with (
+        serving(ScriptedExecutor(step_s=0.003)) as engine,
+        WireGateway(engine.endpoint) as gateway,
+        WireGateway(engine.endpoint) as other,
+    ):
+        for connected in (gateway, other):
+            connected.wait_for(Ready)
+        gateway.send(submission(1, PROMPT, max_tokens=60, attach_grace_s=20.0, tenant="alice"))
+        gateway.wait_tokens(1, 3)
+        stream_id = (1).to_bytes(16, "big")
+        for tenant in ("bob", "", "alice "):
+            other.send(Attach(5, stream_id, 0, tenant))
+            assert other.wait_for(Rejected).code == "unknown_stream"
+        other.send(Attach(5, stream_id, 0, "alice"))
+        other.wait_end(5)
+        assert gateway.wait_end(1).finished[0].cause == "attached_elsewhere"
+        other.send(Attach(6, stream_id, 0, "bob"))  # kept after its end
+        assert other.wait_for(Rejected).code == "unknown_stream"
+        other.send(Attach(6, stream_id, 0, "alice"))
+        assert other.wait_end(6).tokens[0] == other.requests[5].tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_found"),
+    [
+        ({}, {}, True),
+        ({"tenant": "a"}, {"tenant": "a"}, True),
+        ({"tenant": "a"}, {"tenant": "b"}, False),
+        ({"tenant": "a"}, {}, False),
+        ({"tenant": "a"}, {"tenant": "a", "cache_salt": "s"}, False),
+        ({"tenant": "a", "cache_salt": "s"}, {"tenant": "a", "cache_salt": "s"}, True),
+        ({"tenant": "a", "shares_prefix": True}, {"tenant": "b", "shares_prefix": True}, True),
+        ({"tenant": "a", "shares_prefix": True}, {}, True),
+        ({"tenant": "a", "shares_prefix": True}, {"tenant": "a"}, False),
+        ({"tenant": "a"}, {"tenant": "b", "shares_prefix": True}, False),
+        (
+            {"tenant": "a", "shares_prefix": True, "cache_salt": "s"},
+            {"tenant": "b", "shares_prefix": True, "cache_salt": "s"},
+            True,
+        ),
+        ({"tenant": "a", "shares_prefix": True, "cache_salt": "s"}, {"tenant": "b", "shares_prefix": True}, False),
+    ],
+)
+def test_prefixes_are_found_within_tenant_and_salt_or_among_those_who_share(
+    gateway: WireGateway, first: dict[str, str | bool], second: dict[str, str | bool], is_found: bool
+) -> None:
+    gateway.send(submission(1, PROMPT, max_tokens=2, **first))
+    assert gateway.wait_end(1).finished[0].num_cached_tokens == 0
+    gateway.send(submission(2, PROMPT, max_tokens=2, **second))
+    assert gateway.wait_end(2).finished[0].num_cached_tokens == (len(PROMPT) - 1 if is_found else 0)
 
 
 def test_pause_stops_one_stream_and_resume_goes_on_where_it_stopped() -> None:
@@ -703,3 +833,38 @@ def test_heartbeats_show_a_step_that_hangs() -> None:
         gateway.pump_for(0.3)
         beats = [message for message in gateway.messages if isinstance(message, Heartbeat)]
         assert beats and not any(beat.has_work or beat.step_age_s for beat in beats)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_step_is_observed_without_the_time_that_it_waited_for_the_one_before(max_in_flight: int) -> None:
+    with (
+        serving(ScriptedExecutor(step_s=0.02, max_in_flight=max_in_flight)) as engine,
+        WireGateway(engine.endpoint) as gateway,
+    ):
+        gateway.wait_for(Ready)
+        observed: list[tuple[StepLoad, float]] = []
+        engine.loop._latency.observe = lambda load, seconds: observed.append((load, seconds))
+        started_s = time.monotonic()
+        gateway.send(submission(1, PROMPT, 20))
+        gateway.wait_end(1)
+        took_s = time.monotonic() - started_s
+        assert len(observed) >= 20 and all(seconds >= 0.015 for _, seconds in observed)
+        assert sum(seconds for _, seconds in observed) <= took_s
+        assert observed[0][0] == StepLoad().with_chunk(len(PROMPT), 0)
+        assert observed[3][0] == StepLoad(num_decodes=1, num_decode_kv_tokens=len(PROMPT) + 3)
+
+
+def test_heartbeats_say_how_long_the_running_step_should_take() -> None:
+    with (
+        serving(ScriptedExecutor(step_s=0.05), heartbeat_s=0.05) as engine,
+        WireGateway(engine.endpoint) as gateway,
+    ):
+        gateway.wait_for(Ready)
+        assert gateway.wait_for(Heartbeat).expected_step_s == 0.0
+        gateway.send(submission(1, PROMPT, 40))
+        gateway.wait_tokens(1, 30)
+        assert figures(gateway).gauges["latency_model_error"] > 0.0, "the first step could not be predicted"
+        gateway.messages.clear()
+        while not (heartbeat := gateway.wait_for(Heartbeat)).expected_step_s:
+            gateway.messages.clear()
+        assert heartbeat.expected_step_s >= 0.04

@@ -1,12 +1,6 @@
-"""Greedy tokens against transformers' on a real model: the whole engine below the loop, from requests to tokens.
+"""Greedy tokens against transformers' on a real model: the whole engine below the loop, from requests to tokens."""
 
-tests/data/smol135m-greedy.json holds what transformers generates in float32, and says how to compare.
-"""
-
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,31 +11,14 @@ from engine.kv.block_manager import BlockManager
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request
 from streamkv.config import Dtype, EngineConfig
 from streamkv.model_files import ModelFiles, ReportProgress
 from streamkv.sampling import SamplingParams
+from tests.support.oracle import BFLOAT16_NEAR_TIE, CASES, FLOAT32_NEAR_TIE, SHORT, Case, check
 from tests.support.reference_model import reference_folder
-
-FLOAT32_NEAR_TIE = 1e-3
-BFLOAT16_NEAR_TIE = 0.25
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    prompt: list[int]
-    tokens: list[int]
-    margins: list[float]
-    """Per step: the highest logit over the second."""
-
-
-CASES = [
-    Case(case["name"], case["prompt_token_ids"], case["token_ids"], case["margins"])
-    for case in json.loads((Path(__file__).parents[1] / "data" / "smol135m-greedy.json").read_text())["cases"]
-]
-SHORT = [case for case in CASES if len(case.prompt) < 150]
 
 RunnerFactory = Callable[[Dtype, int], CpuRunner]
 
@@ -118,18 +95,9 @@ def generate(
     while (plan := scheduler.plan()) is not None:
         scheduler.update(plan, runner.collect(runner.launch(plan, lambda: None)))
     assert blocks.num_owned_blocks == 0
-    assert (scheduler.num_preemptions > 0) == (pool_share < 1.0)
+    assert (scheduler.counts.num_preemptions > 0) == (pool_share < 1.0)
     assert scheduler.num_block_copies > 0 or n == 1
     return [sequence.token_ids[sequence.num_prompt :] for request in requests for sequence in request.sequences]
-
-
-def check(case: Case, tokens: list[int], near_tie: float) -> None:
-    """Equal to the oracle, up to a first difference at a step where it was nearly a tie."""
-    assert len(tokens) == len(case.tokens)
-    for step, (got, wanted, margin) in enumerate(zip(tokens, case.tokens, case.margins, strict=True)):
-        if got != wanted:
-            assert margin < near_tie, f"{case.name}: step {step} gave {got} and not {wanted}, by a margin of {margin}"
-            return
 
 
 def check_float32(make_runner: RunnerFactory, block_size: int, cases: list[Case], max_prefill_tokens: int) -> None:

@@ -44,6 +44,7 @@ class RecordingSink:
     def __init__(self, max_tokens: int = 20, stream_id: bytes = b"0123456789abcdef") -> None:
         self.max_tokens = max_tokens
         self.stream_id = stream_id
+        self.tenant = "alice"
         self.tokens: list[int] = []
         self.gathered: list[int] = []
         self.finished: list[Finished] = []
@@ -84,7 +85,15 @@ class RecordingSink:
         self.num_submissions += 1
         sampling = SamplingParams(seed=0, max_tokens=self.max_tokens, temperature=0.0)
         prior = [pack_ids(self.tokens)] if self.tokens else []
-        return Submit(request_id, self.stream_id, pack_ids(PROMPT), sampling, self.padding, prior_token_ids=prior)
+        return Submit(
+            request_id,
+            self.stream_id,
+            pack_ids(PROMPT),
+            sampling,
+            self.padding,
+            prior_token_ids=prior,
+            tenant=self.tenant,
+        )
 
     @property
     def num_known_tokens(self) -> int:
@@ -288,6 +297,21 @@ async def test_an_aborted_request_gets_nothing_more(bare: BareEngine) -> None:
         assert not sink.tokens and not sink.finished
 
 
+async def test_one_choice_is_aborted_under_its_request_s_number_and_the_request_goes_on(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.abort_choice(sink, 1, "stop_string")  # nobody knows it: nothing is sent
+        client.submit(sink)
+        submit = await bare.wait_for(Submit)
+        client.abort_choice(sink, 1, "stop_string")
+        assert await bare.wait_for(Abort) == Abort(submit.request_id, "stop_string", 1)
+        bare.send(StepOutput(1, pack_ids([submit.request_id]), pack_ids([5])))
+        await eventually(lambda: sink.tokens == [5])
+
+
 async def test_a_fault_in_one_sink_is_that_sinks_end_only(bare: BareEngine) -> None:
     async with connected(bare.socket.endpoint) as client:
         await bare.wait_for(Hello)
@@ -331,7 +355,7 @@ async def test_a_broken_connection_to_the_same_engine_is_mended_by_attaching(bar
         await bare.wait_for(Hello, 2)
         bare.send(READY)
         attach = await bare.wait_for(Attach)
-        assert (attach.stream_id, attach.from_token) == (sink.stream_id, 1)
+        assert (attach.stream_id, attach.from_token, attach.tenant) == (sink.stream_id, 1, "alice")
         bare.send(StepOutput(2, pack_ids([first.request_id]), pack_ids([6])))
         bare.send(Rejected(attach.request_id, "unknown_stream", "gone"))
         again = await bare.wait_for(Submit, 2)

@@ -1,10 +1,12 @@
 """Every exception has one status and OpenAI's shape, and what is ours stays ours."""
 
 import json
+import math
 
 import pytest
 
 from gateway.admission import UnknownModel
+from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
 from gateway.errors import describe, describe_status, error_body, error_fields
 from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
@@ -17,6 +19,8 @@ INVALID, SERVER = "invalid_request_error", "server_error"
     ("error", "status", "type_", "param", "code"),
     [
         (InvalidField("top_p", "must be over 0"), 400, INVALID, "top_p", "invalid_value"),
+        (Unauthorized(is_missing=True), 401, INVALID, None, "invalid_api_key"),
+        (OriginRefused(), 403, INVALID, None, "origin_not_allowed"),
         (UnknownModel("gpt-5", "smol"), 404, INVALID, "model", "model_not_found"),
         (UnknownStream("gone"), 404, INVALID, None, "unknown_stream"),
         (Overloaded("full", 3.2), 503, "overloaded_error", None, "overloaded"),
@@ -34,7 +38,8 @@ def test_an_exception_has_its_status_and_openai_s_shape(
     assert answer.status == status
     body = json.loads(answer.body)
     assert set(body) == {"error"}
-    assert body["error"] == error_fields(error) == json.loads(error_body(error))["error"]
+    assert error_fields(error) == json.loads(error_body(error))["error"]
+    assert body["error"] == {name: value for name, value in error_fields(error).items() if name != "retry_after_s"}
     assert {name: body["error"][name] for name in ("type", "param", "code")} == {
         "type": type_,
         "param": param,
@@ -46,11 +51,32 @@ def test_an_exception_has_its_status_and_openai_s_shape(
         assert body["error"]["message"] == str(error)
 
 
-@pytest.mark.parametrize(("retry_after_s", "header"), [(0.0, "1"), (0.2, "1"), (3.2, "4"), (10.0, "10")])
+@pytest.mark.parametrize(
+    ("retry_after_s", "header"),
+    [
+        (0.0, "1"),
+        (0.2, "1"),
+        (1.0, "1"),
+        (3.2, "4"),
+        (10.0, "10"),
+        (-5.0, "1"),
+        (1e9, "3600"),
+        (math.inf, "3600"),
+        (math.nan, "3600"),
+    ],
+)
 def test_503_says_when_to_try_again_in_whole_seconds(retry_after_s: float, header: str) -> None:
-    assert describe(EngineUnavailable("loading", retry_after_s)).headers == {"Retry-After": header}
-    assert describe(Overloaded("full", retry_after_s)).headers == {"Retry-After": header}
+    for error in (EngineUnavailable("loading", retry_after_s), Overloaded("full", retry_after_s)):
+        assert describe(error).headers == {"Retry-After": header}
+        assert error_fields(error)["retry_after_s"] == int(header), "an event has no header"
+        assert json.loads(error_body(error))["error"]["retry_after_s"] == int(header)
     assert describe(InvalidField("n", "x")).headers == {}
+    assert "retry_after_s" not in error_fields(InvalidField("n", "x"))
+
+
+def test_401_says_how_to_bring_a_key() -> None:
+    assert describe(Unauthorized(is_missing=True)).headers == {"WWW-Authenticate": 'Bearer realm="streamkv"'}
+    assert 'error="invalid_token"' in describe(Unauthorized(is_missing=False)).headers["WWW-Authenticate"]
 
 
 @pytest.mark.parametrize(

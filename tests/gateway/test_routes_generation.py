@@ -221,6 +221,38 @@ async def test_a_stop_string_across_tokens_is_found_and_never_leaks(gateway: Run
     await eventually_async(lambda: is_idle(gateway))
 
 
+def first_stop(texts: list[str]) -> tuple[int, str]:
+    """A choice and a piece of its text that no other choice has, found before half of its tokens."""
+    for choice, text in enumerate(texts):
+        for start in range(4, len(text) // 2):
+            piece = text[start : start + 3]
+            if "\ufffd" not in piece and not any(piece in other for other in texts if other is not text):
+                return choice, piece
+    raise AssertionError("no such piece")
+
+
+async def test_a_choice_that_ends_by_a_stop_string_is_not_computed_on_while_others_are(slow: RunningGateway) -> None:
+    request = body(n=3, temperature=1.0, seed=11, max_tokens=160, ignore_eos=True)
+    _, whole = await slow.post(TEXT, request)
+    texts = [choice["text"] for choice in whole["choices"]]
+    choice, stop = first_stop(texts)
+    streaming = asyncio.create_task(slow.events(TEXT, {**request, "stop": stop}))
+    seen: set[float] = set()
+
+    async def one_has_ended() -> bool:
+        seen.add((await slow.metrics())["num_running_sequences"])
+        return 2 in seen
+
+    await eventually_async(one_has_ended)
+    assert not streaming.done() and 3 in seen
+    stream = await streaming
+    expected_texts = [text[: text.index(stop)] if index == choice else text for index, text in enumerate(texts)]
+    assert [stream.text(index) for index in range(3)] == expected_texts
+    assert stream.reasons() == {index: ["stop" if index == choice else "length"] for index in range(3)}
+    await eventually_async(lambda: is_idle(slow))
+    assert 'aborts_total{cause="stop_string"}' not in await slow.metrics(), "the request as a whole was not aborted"
+
+
 async def test_a_half_matched_stop_string_is_shown_at_the_end(gateway: RunningGateway) -> None:
     text = small_tokenizer().decode(expected(12))
     stream = await gateway.events(TEXT, body(max_tokens=12, stop=text[-3:] + "\x7fnever"))
@@ -517,7 +549,8 @@ async def test_a_full_queue_is_a_503_with_retry_after() -> None:
             held = [asyncio.create_task(gateway.post(TEXT, body(max_tokens=1000))) for _ in range(2)]
 
             async def is_full() -> bool:
-                return (await gateway.metrics())["num_waiting_requests"] == 1
+                figures = await gateway.metrics()
+                return (figures["num_running_requests"], figures["num_waiting_requests"]) == (1, 1)
 
             await eventually_async(is_full)
             for is_streamed in (False, True):

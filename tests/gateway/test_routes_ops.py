@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import logging
+import math
 import time
 import zlib
 from collections.abc import AsyncIterator
@@ -15,10 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import keys
 from gateway.app import Server, make_app
+from gateway.auth import Caller
+from gateway.metrics import HELP, GatewayMetrics, render
 from gateway.schema import parse_completion
 from gateway.streams import NoOutlet, Stream
 from streamkv.config import GatewayConfig
 from streamkv.errors import ModelError
+from streamkv.protocol import Histogram, Stats
 from tests.support.running_gateway import (
     MODEL,
     VOCAB_SIZE,
@@ -165,6 +170,79 @@ async def test_the_metrics_parse_and_have_their_names(gateway: RunningGateway) -
     assert samples[("streamkv_time_to_first_token_seconds_count",)] == 3
     assert samples["streamkv_time_to_first_token_seconds_bucket", "+Inf"] == 3
     assert samples[("streamkv_gateway_live_streams",)] == 0
+
+
+async def test_every_metric_says_what_it_is(gateway: RunningGateway) -> None:
+    await asyncio.gather(
+        gateway.post(TEXT, {"prompt": [5, 6], "max_tokens": 4}),
+        gateway.post(TEXT, {"prompt": [5, 6], "max_tokens": -4}),
+        gateway.post(TEXT, {"prompt": [5, 6], "max_tokens": 40, "stop": "e"}),
+    )
+    families = list(text_string_to_metric_families((await gateway.get("/metrics"))[1]))
+    assert len(families) > 50
+    assert [family.name for family in families if not family.documentation] == []
+    assert all("\n" not in text and "\\" not in text for text in HELP.values())
+
+
+def test_a_figure_that_is_not_known_here_or_is_no_number_is_shown_all_the_same() -> None:
+    engine = Stats(
+        1,
+        {
+            "num_gremlins": 3.5,
+            'num_tiers{tier="host"}': 1,
+            'num_tiers{tier="disk"}': 2,
+            "latency_model_error": math.nan,
+        },
+        {"gremlins_total": 2, 'kinds_total{kind="a"}': 1, 'kinds_total{kind="b"}': math.inf},
+        {"gremlin_seconds": Histogram([1.0], [2, 3], 4.5)},
+    )
+    text = render(GatewayMetrics(), gauges={}, counters={}, engine=engine).decode()
+    families = {family.name.removeprefix("streamkv_"): family for family in text_string_to_metric_families(text)}
+    values = {
+        (sample.name.removeprefix("streamkv_"), *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert families["num_tiers"].type == "gauge" and families["kinds"].type == "counter"
+    assert (values["num_gremlins",], values["num_tiers", "host"], values["num_tiers", "disk"]) == (3.5, 1, 2)
+    assert (values["gremlins_total",], values["kinds_total", "a"], values["kinds_total", "b"]) == (2, 1, math.inf)
+    assert values["gremlin_seconds_bucket", "+Inf"] == 5 and math.isnan(values["latency_model_error",])
+
+
+NOT_HTTP = [
+    b"nonsense\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03secret\r\n\r\n",
+    b"GET /health HTTP/9.9.9\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nNo colon secret\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX: secret\x00\r\n\r\n",
+    b"GET /" + b"secret" * 3000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"secret" * 3000 + b"\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: secret\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("data", NOT_HTTP)
+async def test_what_is_not_http_gets_an_error_body_and_one_quiet_line(
+    gateway: RunningGateway, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    raw = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    head, _, text = raw.partition(b"\r\n\r\n")
+    answer = json.loads(text)
+    assert b" 400 " in head.splitlines()[0] and b"application/json" in head
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
+    lines = [record for record in caplog.records if record.name.startswith(("gateway", "aiohttp"))]
+    assert [record.message for record in lines] == ["refused what is not HTTP"]
+    assert lines[0].levelno <= logging.INFO and lines[0].exc_info is None
+    assert "secret" not in text.decode() + repr(lines[0].__dict__)
+    assert (await gateway.metrics())['gateway_refused_total{status="400"}'] == 1
+    assert (await gateway.get("/health"))[0] == 200
 
 
 async def _refused(gateway: RunningGateway, status: int, method: str, path: str, **options: Any) -> dict[str, Any]:
@@ -327,7 +405,7 @@ async def test_a_request_that_could_not_be_begun_is_not_live(gateway: RunningGat
             raise RuntimeError("a fault of ours")
 
     service = gateway.app[keys.GENERATION]
-    prepared = await service.prepare(parse_completion(b'{"prompt": "one"}', await service.limits()))
+    prepared = await service.prepare(parse_completion(b'{"prompt": "one"}', await service.limits()), Caller())
     with pytest.raises(RuntimeError):
         service.start(prepared, Broken())
     assert service.num_live == 0 and await service.wait_idle(0.1)

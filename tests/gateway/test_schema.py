@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -146,8 +147,13 @@ def test_every_option_arrives() -> None:
         "priority": -3,
         "user": "me",
         "request_id": "mine",
+        "best_of": 3,
     }
-    plain = {name: value for name, value in given.items() if name not in ("stop", "stop_token_ids", "stream_options")}
+    plain = {
+        name: value
+        for name, value in given.items()
+        if name not in ("stop", "stop_token_ids", "stream_options", "best_of")
+    }
     expected = GenerationOptions(
         **plain,  # type: ignore[arg-type]
         stop=("a", "b"),
@@ -212,7 +218,7 @@ NEUTRAL: dict[str, list[object]] = {
     "bad_words": [[]],
     "store": [False],
     "service_tier": ["auto", "default"],
-    "use_beam_search": [False],
+    "early_stopping": [False],
     "prompt_logprobs": [],
     "guided_json": [],
     "structured_outputs": [],
@@ -234,7 +240,7 @@ NEUTRAL_CHAT: dict[str, list[object]] = {
     "documents": [],
     "add_special_tokens": [False],
 }
-NEUTRAL_COMPLETION: dict[str, list[object]] = {"logprobs": [], "suffix": [""], "best_of": [1]}
+NEUTRAL_COMPLETION: dict[str, list[object]] = {"logprobs": [], "suffix": [""]}
 
 
 @pytest.mark.parametrize("name", [*NEUTRAL, *NEUTRAL_CHAT])
@@ -253,8 +259,71 @@ def test_a_completion_field_that_does_not_work_is_taken_where_it_changes_nothing
         assert refused(completion, **{name: value}).field == name
 
 
-def test_best_of_is_taken_when_it_is_n() -> None:
-    assert completion(n=3, best_of=3).options.n == 3
+@pytest.mark.parametrize("parse", [chat, completion])
+def test_choices_are_ranked_when_more_are_made_than_returned(parse: Callable[..., ChatRequest]) -> None:
+    assert parse(n=3, best_of=3) == parse(n=3), "nothing is ranked"
+    assert parse(n=3, best_of=3, stream=True).options.stream
+    sampling = parse(n=2, best_of=5, seed=4).options.to_sampling(10, 256, 0)
+    assert (sampling.n, sampling.best_of, sampling.num_sequences, sampling.temperature) == (2, 5, 5, 1.0)
+    assert sampling.ranks_choices
+    assert parse(best_of=128).options.best_of == 128
+
+
+@pytest.mark.parametrize("parse", [chat, completion])
+@pytest.mark.parametrize(
+    ("fields", "beam_width"),
+    [
+        ({}, 1),
+        ({"n": 3}, 3),
+        ({"n": 2, "best_of": 5}, 5),
+        ({"n": 2, "beam_width": 4}, 4),
+        ({"n": 2, "beam_width": 4, "best_of": 4}, 4),
+        ({"temperature": 0}, 1),
+        ({"temperature": 0.0, "length_penalty": -2}, 1),
+    ],
+)
+def test_beam_search_is_greedy_and_as_wide_as_it_is_told(
+    parse: Callable[..., ChatRequest], fields: dict[str, object], beam_width: int
+) -> None:
+    sampling = parse(use_beam_search=True, **fields).options.to_sampling(10, 256, 0)
+    assert (sampling.beam_width, sampling.best_of, sampling.temperature) == (beam_width, 0, 0.0)
+    assert (sampling.n, sampling.length_penalty) == (fields.get("n", 1), fields.get("length_penalty", 1.0))
+    assert sampling.ranks_choices
+
+
+@pytest.mark.parametrize("parse", [chat, completion])
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"best_of": 2.0}, "best_of"),
+        ({"best_of": 2**63}, "best_of"),
+        ({"n": 4, "best_of": 3}, "best_of"),
+        ({"n": 4, "best_of": 3, "use_beam_search": True}, "best_of"),
+        ({"n": 2, "best_of": 3, "beam_width": 4, "use_beam_search": True}, "best_of"),
+        ({"n": 4, "beam_width": 3, "use_beam_search": True}, "beam_width"),
+        ({"beam_width": 0, "use_beam_search": True}, "beam_width"),
+        ({"beam_width": 129, "use_beam_search": True}, "beam_width"),
+        ({"beam_width": "4", "use_beam_search": True}, "beam_width"),
+        ({"beam_width": 1}, "beam_width"),
+        ({"length_penalty": 0.5}, "length_penalty"),
+        ({"length_penalty": 10.5, "use_beam_search": True}, "length_penalty"),
+        ({"length_penalty": "1", "use_beam_search": True}, "length_penalty"),
+        ({"use_beam_search": 1}, "use_beam_search"),
+        ({"use_beam_search": True, "temperature": 1.0}, "temperature"),
+        ({"use_beam_search": True, "temperature": 0.1}, "temperature"),
+        ({"use_beam_search": True, "stream": True}, "use_beam_search"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 3, "stop": "x"}, "stop"),
+        ({"use_beam_search": True, "stop": ["x", "y"]}, "stop"),
+    ],
+)
+def test_wishes_that_rank_choices_are_refused_by_name_where_they_cannot_be(
+    parse: Callable[..., ChatRequest], fields: dict[str, object], field: str
+) -> None:
+    assert refused(parse, **fields).field == field
 
 
 @pytest.mark.parametrize("name", ["metadata", "prompt_cache_key", "safety_identifier", "spaces_between_special_tokens"])
@@ -433,6 +502,8 @@ def test_a_websocket_generate_is_a_chat_or_a_completion_and_a_stream() -> None:
         ({}, "prompt"),
         ({"prompt": "x", "stream": False}, "stream"),
         ({"prompt": "x", "top_k": "x"}, "top_k"),
+        ({"prompt": "x", "best_of": 2}, "best_of"),
+        ({"messages": MESSAGES, "use_beam_search": True}, "use_beam_search"),
     ):
         with pytest.raises(InvalidField) as caught:
             generate_from_fields(fields, LIMITS)

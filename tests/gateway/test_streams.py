@@ -77,6 +77,7 @@ def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
         arrived=0.0,
         on_end=lambda _: None,
         from_token=from_token,
+        tenant=str(state.get("key", "")),
     )
     sampling = SamplingParams(seed=1, max_tokens=50, temperature=0.0)
     stream.begin(msgspec.structs.replace(StreamState(sampling, "m"), **state), PROMPT)
@@ -84,13 +85,19 @@ def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
     return stream
 
 
-def attaching_stream(told: Told) -> Stream:
+def attaching_stream(told: Told, tenant: str = "") -> Stream:
     """A stream of another gateway's, whose attach is not yet answered."""
     with free_endpoint() as endpoint:
         engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
     engine.close()
     return Stream(
-        engine, small_tokenizer(), told, stream_id=b"s" * 16, arrived=0.0, on_end=lambda _: None, from_token=0
+        engine,
+        small_tokenizer(),
+        told,
+        stream_id=b"s" * 16,
+        arrived=0.0,
+        on_end=lambda _: None,
+        tenant=tenant,
     )
 
 
@@ -158,6 +165,16 @@ async def test_a_stream_submitted_often_to_one_engine_is_not_failed() -> None:
     assert not stream.is_done
 
 
+async def test_a_continuation_is_submitted_and_attached_as_its_owner_s() -> None:
+    stream = begun(Told(), key="alice", shares_prefix=True)
+    submit = stream.submission(8)
+    assert submit is not None and (submit.tenant, submit.shares_prefix) == ("alice", True)
+    attaching = attaching_stream(Told(), tenant="alice")
+    attaching.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, []))
+    again = attaching.submission(10)
+    assert again is not None and (again.tenant, again.shares_prefix) == ("alice", True)
+
+
 async def test_who_attaches_after_a_restart_learns_how_choices_ended_before_it() -> None:
     eos = 2
     told, sampling = Told(), SamplingParams(seed=1, max_tokens=50, temperature=0.0, n=4)
@@ -218,6 +235,30 @@ async def test_tokens_of_a_choice_behind_its_stop_string_do_not_count_while_othe
     stream.flush()
     assert stream.num_output == num_shown == len(told.token_ids) < len(IDS) and not stream.is_done
     assert told.text == b"one two " and told.ends == [Ending("stop", "stop_string", "three")]
+
+
+async def test_the_engine_is_told_once_of_a_choice_that_a_stop_string_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = SamplingParams(seed=1, max_tokens=50, temperature=0.0, n=3)
+    stream = begun(Told(), sampling=sampling, stop=("three",))
+    told: list[object] = []
+    monkeypatch.setattr(stream._engine, "abort_choice", lambda sink, choice, cause: told.append((choice, cause)))
+    monkeypatch.setattr(stream._engine, "abort", lambda sink, cause: told.append(cause))
+    stream.push(1, IDS)
+    stream.push(0, IDS[:2])
+    stream.flush()
+    assert told == [(1, "stop_string")]
+    stream.push(1, IDS)
+    stream.finish(Finished(1, 1, "abort", "stop_string"))
+    stream.push(0, IDS[2:])
+    stream.finish(Finished(1, 0, "length"))
+    stream.flush()
+    assert told == [(1, "stop_string")], "the engine ended the other by itself"
+    # Its connection broke, and what it was told may be lost
+    stream.attached(Attached(2, b"s" * 16, b"", pack_ids(PROMPT), 0, [], [Finished(2, 0, "length")]))
+    assert told == [(1, "stop_string")] * 2
+    stream.push(2, IDS)
+    stream.flush()
+    assert told[2:] == ["stop_string"] and stream.is_done
 
 
 async def test_it_ends_once_whatever_comes_after() -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from gateway import keys
+from gateway.auth import Caller
 from gateway.errors import error_fields
 from gateway.routes import websocket
 from gateway.socket_events import JsonCodec, SocketOutlet
@@ -206,6 +207,8 @@ BAD_FRAMES: list[tuple[str, str | None, str | None]] = [
     ('{"type": "generate", "id": "x", "prompt": [1], "attach_grace_s": -1}', "x", "attach_grace_s"),
     ('{"type": "generate", "id": "x", "prompt": [1], "attach_grace_s": "long"}', "x", "attach_grace_s"),
     ('{"type": "generate", "id": "x", "prompt": [1], "model": "another"}', "x", "model"),
+    ('{"type": "generate", "id": "x", "prompt": [1], "best_of": 3}', "x", "best_of"),
+    ('{"type": "generate", "id": "x", "prompt": [1], "use_beam_search": true}', "x", "use_beam_search"),
     ('{"type": "attach", "id": "x"}', "x", "stream_id"),
     ('{"type": "attach", "id": "x", "stream_id": "zz"}', "x", "stream_id"),
     ('{"type": "attach", "id": "x", "stream_id": "' + "0" * 32 + '"}', "x", None),
@@ -234,6 +237,23 @@ async def test_a_bad_frame_is_answered_and_the_socket_stays_open(
         assert texts(events, "good") == text_of(40)
         await socket.send(**generate("x", max_tokens=2))
         assert (await socket.until("done", "x"))[-1]["usage"]["completion_tokens"] == 2
+
+
+async def test_a_full_engine_says_when_to_come_back() -> None:
+    with serving(executor(step_s=0.01), max_num_seqs=1, max_queue=1) as engine:
+        async with running_gateway(engine.endpoint) as gateway, connected(gateway) as socket:
+            for index in range(2):
+                await socket.send(**generate(f"held{index}", max_tokens=1000))
+
+            async def is_full() -> bool:
+                figures = await gateway.metrics()
+                return (figures["num_running_requests"], figures["num_waiting_requests"]) == (1, 1)
+
+            await eventually_async(is_full)
+            await socket.send(**generate("late"))
+            error = (await socket.until("error", "late"))[-1]["error"]
+    assert error["code"] == "overloaded"
+    assert type(error["retry_after_s"]) is int and error["retry_after_s"] >= 1
 
 
 async def test_the_wrong_kind_of_frame_is_answered(gateway: RunningGateway) -> None:
@@ -364,20 +384,20 @@ async def test_a_socket_that_is_not_read_pauses_its_streams() -> None:
             connection = raw._conn  # aiohttp has no public way to stop reading
             assert connection is not None and connection.transport is not None
             for index in range(8):
-                await client.send(**generate(f"g{index}", max_tokens=900))
+                await client.send(**generate(f"g{index}", max_tokens=400))
             connection.transport.pause_reading()
             figures, engine_client = gateway.app[keys.METRICS], gateway.app[keys.ENGINE]
             await eventually(lambda: figures.num_slow_reader_pauses > 0)
             await asyncio.sleep(0.3)
             num_before = engine_client.num_tokens
             await asyncio.sleep(0.2)
-            assert engine_client.num_tokens == num_before < 8 * 900
+            assert engine_client.num_tokens == num_before < 8 * 400
             connection.transport.resume_reading()
             events: list[dict[str, Any]] = []
             while sum(event["type"] == "done" for event in events) < 8:
                 events.append(await client.read())
     for index in range(8):
-        assert texts(events, f"g{index}") == text_of(900)
+        assert texts(events, f"g{index}") == text_of(400)
 
 
 async def test_a_socket_that_sends_and_never_reads_is_not_listened_to_without_end() -> None:
@@ -422,7 +442,7 @@ async def test_who_goes_before_the_answer_to_an_attach_leaves_the_stream_to_othe
         BoundedWriter(slow.app[keys.OUTBOX], 1000), JsonCodec(), "x", error_fields=error_fields, on_close=lambda: None
     )
     service = slow.app[keys.GENERATION]
-    service.leave(await service.attach(bytes.fromhex(stream_id), 0, outlet))
+    service.leave(await service.attach(bytes.fromhex(stream_id), 0, outlet, Caller()))
     await asyncio.sleep(0.1)
     async with connected(slow) as second:
         await second.send(type="attach", id="b", stream_id=stream_id, from_token=0)
@@ -442,17 +462,18 @@ async def test_a_reader_that_takes_its_time_is_not_cut(monkeypatch: pytest.Monke
             connection = raw._conn  # aiohttp has no public way to stop reading
             assert connection is not None and connection.transport is not None
             for index in range(8):
-                await client.send(**generate(f"g{index}", max_tokens=900))
+                await client.send(**generate(f"g{index}", max_tokens=400))
             connection.transport.pause_reading()
             figures = gateway.app[keys.METRICS]
             await eventually(lambda: figures.num_slow_reader_pauses > 0)
             await asyncio.sleep(0.7)
+            monkeypatch.setattr(websocket, "_PING_S", 20.0)  # a busy test may be late to read the last of it
             connection.transport.resume_reading()
             events: list[dict[str, Any]] = []
             while sum(event["type"] == "done" for event in events) < 8:
                 events.append(await client.read())
     for index in range(8):
-        assert texts(events, f"g{index}") == text_of(900)
+        assert texts(events, f"g{index}") == text_of(400)
 
 
 async def test_a_client_that_answers_no_ping_is_gone_and_one_that_does_is_not(

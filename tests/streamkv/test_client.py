@@ -64,6 +64,14 @@ async def test_an_error_event_ends_the_stream_as_an_error(server: OpenAIServer) 
         await text_of(server)
 
 
+async def test_an_error_event_may_say_when_to_come_back(server: OpenAIServer) -> None:
+    for retry_after_s, understood in ((4, 4.0), ("soon", None), (None, None)):
+        server.script = [event({"error": {"message": "full", "retry_after_s": retry_after_s}})]
+        with pytest.raises(ServerError, match="full") as caught:
+            await text_of(server)
+        assert (caught.value.status, caught.value.retry_after_s) == (0, understood)
+
+
 async def test_a_stream_that_breaks_off_is_an_error(server: OpenAIServer) -> None:
     server.script = completion_events(["a", "b"])[:2]
     with pytest.raises(ServerError, match="broke off"):

@@ -169,6 +169,12 @@ def test_to_argv_gives_the_same_config_whatever_the_environment() -> None:
     assert load(GatewayConfig, to_argv(GatewayConfig(port=0)), environ) == GatewayConfig(port=0)
 
 
+TEXTS = {"allowed_origins": "https://example.org"}
+"""Of text with a rule of its own, one that keeps it."""
+COMPANIONS = {"disk_kv_path": "host_kv_memory_gib", "preemption_mode": "host_kv_memory_gib"}
+"""What must be 1 for a field's last value to keep the rules between fields."""
+
+
 @pytest.mark.parametrize("kind", [EngineConfig, GatewayConfig])
 def test_every_field_can_be_set_by_flag_variable_and_file(
     tmp_path: Path, kind: type[EngineConfig] | type[GatewayConfig]
@@ -177,17 +183,55 @@ def test_every_field_can_be_set_by_flag_variable_and_file(
         if setting.kind is bool:
             value: object = not setting.default
         elif setting.kind is str:
-            value = setting.choices[-1] if setting.choices else "other"
+            value = setting.choices[-1] if setting.choices else TEXTS.get(name, "other")
         else:
             value = setting.rule.le
             assert value is not None, f"{name} has no upper bound"
         value = int(typing.cast(float, value)) if setting.kind is int else value
         literal = str(value).lower() if isinstance(value, bool) else repr(value)
-        by_flag = load(kind, [f"{setting.flag}={value}"], {})
-        by_variable = load(kind, [], {setting.variable: str(value)})
-        by_file = load(kind, ["--config", toml(tmp_path, f"{name} = {literal}")], {})
+        beside = [f"{settings(kind)[COMPANIONS[name]].flag}=1"] if name in COMPANIONS else []
+        by_flag = load(kind, [f"{setting.flag}={value}", *beside], {})
+        by_variable = load(kind, beside, {setting.variable: str(value)})
+        by_file = load(kind, ["--config", toml(tmp_path, f"{name} = {literal}"), *beside], {})
         assert msgspec.structs.asdict(by_flag)[name] == value, name
-        assert by_flag == by_variable == by_file != kind()
+        assert by_flag == by_variable == by_file != load(kind, beside, {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "says"),
+    [
+        (["--disk-kv-path", "kv"], "disk_kv_path", "needs host_kv_memory_gib over 0"),
+        (["--host-kv-memory-gib=1", "--no-enable-prefix-caching"], "host_kv_memory_gib", "needs enable_prefix_caching"),
+        (["--preemption-mode=swap"], "preemption_mode", "needs host_kv_memory_gib over 0"),
+        (["--itl-target-ms=50", "--no-enable-chunked-prefill"], "itl_target_ms", "needs enable_chunked_prefill"),
+    ],
+)
+def test_a_rule_between_fields_is_said_like_any_other(argv: list[str], field: str, says: str) -> None:
+    error = complaint(argv)
+    assert error.field == field and says in error.message
+    with pytest.raises(ConfigError, match=field):
+        load_both(argv, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "origins"),
+    [
+        ("", set()),
+        ("*", {"*"}),
+        ("https://A.example, http://b:3000 null", {"https://a.example", "http://b:3000", "null"}),
+        ("example.org", None),
+        ("https://example.org/", None),
+        ("https://example.org/path", None),
+        ("https://*.example.org", None),
+        ("https://user@example.org", None),
+        ("https://", None),
+    ],
+)
+def test_allowed_origins_are_origins(text: str, origins: set[str] | None) -> None:
+    if origins is None:
+        assert complaint([f"--allowed-origins={text}"], kind=GatewayConfig).field == "allowed_origins"
+    else:
+        assert load(GatewayConfig, [f"--allowed-origins={text}"], {}).origins == origins
 
 
 def test_help_shows_every_setting_with_its_default_and_range(capsys: pytest.CaptureFixture[str]) -> None:

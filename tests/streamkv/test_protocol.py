@@ -51,15 +51,16 @@ SUBMIT = Submit(
     tenant="tenant",
     cache_salt="salt",
     label="läbel",
+    shares_prefix=True,
 )
 FROM_GATEWAY: list[GatewayMessage] = [
     Hello(WIRE_VERSION, b"g" * 16),
     Heartbeat(5, 2**62),
     SUBMIT,
-    Abort(1, "timeout"),
+    Abort(1, "timeout", 3),
     Pause(1),
     Resume(1),
-    Attach(1, b"s" * 16, 7),
+    Attach(1, b"s" * 16, 7, "tenant"),
     GetStats(9),
     Drain(2.5),
 ]

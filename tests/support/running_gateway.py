@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from gateway.app import Server, make_app
+from gateway.auth import ApiKeys
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from tests.support.small_tokenizers import CHATML, train_byte_level, write_folder
@@ -113,11 +114,16 @@ class Events:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    endpoint: str, load_tokenizer: Callable[[], Tokenizer] = small_tokenizer, *, is_ready: bool = True, **settings: Any
+    endpoint: str,
+    load_tokenizer: Callable[[], Tokenizer] = small_tokenizer,
+    *,
+    is_ready: bool = True,
+    api_keys: ApiKeys | None = None,
+    **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway for the engine at `endpoint`; with is_ready it takes work already. `settings`: of GatewayConfig."""
     config = GatewayConfig(**{"port": 0, "heartbeat_s": 0.2, "startup_wait_s": 20.0, **settings})
-    app = make_app(config, load_tokenizer, endpoint=endpoint)
+    app = make_app(config, load_tokenizer, endpoint=endpoint, api_keys=api_keys)
     server = Server(app)
     await server.start("127.0.0.1", 0)
     connector = aiohttp.TCPConnector(limit=0)

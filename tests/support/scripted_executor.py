@@ -2,7 +2,7 @@
 
 Every computed token writes (token, position) into the slot that its block table gives. A sampled token is a function
 of all earlier tokens, read back through the block table: a wrong block, slot or copy gives a wrong token. A plan that
-breaks a promise of engine.plan raises PlanViolation.
+breaks a promise of engine.plan raises PlanViolation, and so does a transfer that breaks one of engine.transfer's.
 """
 
 import queue
@@ -17,8 +17,10 @@ from itertools import pairwise
 
 from engine.executor import DeviceLimits, ReportProgress
 from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
+from engine.transfer import StoredBlock, Transfer, TransferKind, TransferResult
 from streamkv.protocol import ModelFacts
 from streamkv.sampling import SamplingParams
+from tests.support.scripted_candidates import Candidates, likeliest, logprob
 
 EosRule = Callable[[Sequence[int], int], bool]
 """(all earlier tokens, number of prompt tokens) → whether the next token is end-of-sequence."""
@@ -40,6 +42,34 @@ def end_after(num_output: int) -> EosRule:
 def end_one_in(odds: int) -> EosRule:
     """Each token is end-of-sequence with a chance of one in `odds`, by a hash of all earlier tokens."""
     return lambda tokens, num_prompt: zlib.crc32(array("i", tokens).tobytes(), 77) % odds == 0
+
+
+Content = tuple["array[int]", "array[int]"]
+"""Tokens and positions of a block."""
+
+
+class ScriptedDisk:
+    """What outlives an executor: blocks by their names. Shared by those that are made one after the other."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[StoredBlock, Content]] = {}
+        """By digest, in the order in which they were written."""
+        self.damaged: set[bytes] = set()
+        """Digests of blocks that will be found unreadable."""
+        self.is_full = False
+        """Nothing more can be written."""
+
+    def stored(self) -> list[StoredBlock]:
+        """As DeviceLimits has it."""
+        return sorted([block for block, _ in self.blocks.values()], key=lambda block: block.depth)
+
+
+@dataclass(slots=True)
+class _RunningTransfer:
+    transfer: Transfer
+    on_done: Callable[[], None]
+    contents: list[Content | None]
+    """Of the sources in memory when it began; of those on disk when it ended, None of what the disk could not give."""
 
 
 @dataclass(slots=True)
@@ -70,6 +100,10 @@ class ScriptedLaunch:
         return self.done.is_set()
 
 
+Job = ScriptedLaunch | tuple[Transfer, Callable[[], None]]
+"""A step, or a transfer and whom to tell of its end."""
+
+
 class ScriptedExecutor:
     """See the module. Implements engine.executor.Executor.
 
@@ -78,6 +112,10 @@ class ScriptedExecutor:
     that they sleep in addition. A sequence that holds `poison_token` gets no token and is named failed.
     `max_num_batched_tokens` 0: no limit is checked. By default no token is end-of-sequence; `eos_rule` says which
     are.
+
+    Transfers are finished when they begin, or after `transfer_s` on a thread of their own, or, with `holds_transfers`,
+    by `finish_transfer`: those that touch the device in their order, those that touch only host memory and disk in
+    theirs. Until then their destinations hold nothing.
     """
 
     def __init__(
@@ -98,6 +136,11 @@ class ScriptedExecutor:
         poison_token: int | None = None,
         block_at_step: dict[int, float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
+        disk: ScriptedDisk | None = None,
+        holds_transfers: bool = False,
+        transfer_s: float = 0.0,
     ) -> None:
         self.max_in_flight = max_in_flight
         self.num_blocks = num_blocks
@@ -115,13 +158,30 @@ class ScriptedExecutor:
         self._step_s, self._load_s, self._sleep = step_s, load_s, sleep
         self._tokens = array("i", [-1]) * (num_blocks * block_size)
         self._positions = array("i", [-1]) * (num_blocks * block_size)
+        self.num_host_blocks = num_host_blocks
+        self.num_disk_blocks = num_disk_blocks
+        self.disk = disk or ScriptedDisk()
+        self.disk_s = 0.001
+        """What a block is said to take on its way from or to the disk."""
+        self.started: list[Transfer] = []
+        self._holds_transfers, self.transfer_s = holds_transfers, transfer_s
+        self._host: dict[int, Content] = {}
+        self._transfers: tuple[deque[_RunningTransfer], deque[_RunningTransfer]] = (deque(), deque())
+        """Those that touch the device, and those that touch the disk."""
+        self._finished: list[TransferResult] = []
+        self._transfer_fault: PlanViolation | None = None
+        self._transfer_lock = threading.RLock()
+        self._read: Counter[tuple[str, int]] = Counter()
+        """("device" or "host", block): running transfers that read it."""
+        self._written: set[tuple[str, int]] = set()
+        """The same: a running transfer writes it."""
         self._owners: Counter[int] = Counter()
         self._known: dict[int, _Known] = {}
         self._forgotten: set[int] = set()
         self._in_flight: deque[ScriptedLaunch] = deque()
         self._last_step = -1
         self._closed = False
-        self._work: queue.SimpleQueue[ScriptedLaunch | None] | None = None
+        self._work: queue.SimpleQueue[Job | None] | None = None
         if threaded:
             self._work = queue.SimpleQueue()
             self._worker = threading.Thread(target=self._serve, args=(self._work,), name="scripted", daemon=True)
@@ -143,7 +203,15 @@ class ScriptedExecutor:
             device="script",
         )
         budget = self.max_num_batched_tokens or 8192
-        return facts, DeviceLimits(self.num_blocks, self.block_size, self.max_model_len, budget)
+        return facts, DeviceLimits(
+            self.num_blocks,
+            self.block_size,
+            self.max_model_len,
+            budget,
+            num_host_blocks=self.num_host_blocks,
+            num_disk_blocks=self.num_disk_blocks,
+            stored=self.disk.stored(),
+        )
 
     def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> ScriptedLaunch:
         assert not self._closed, "launch after close"
@@ -166,6 +234,53 @@ class ScriptedExecutor:
             raise launch.fault
         assert launch.result is not None
         return launch.result
+
+    def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        assert not self._closed, "start_transfer after close"
+        self.started.append(transfer)
+        if self._work is None:
+            self._run_transfer(transfer, on_done)
+        else:
+            self._work.put((transfer, on_done))
+
+    def _run_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        with self._transfer_lock:
+            try:
+                self._begin_transfer(transfer, on_done)
+            except PlanViolation as violation:
+                if self._work is None:
+                    raise
+                self._transfer_fault = violation
+                on_done()
+                return
+        if self.transfer_s:
+            threading.Timer(self.transfer_s, self.finish_transfer, [self._is_on_disk(transfer)]).start()
+        elif not self._holds_transfers:
+            self.finish_transfer(self._is_on_disk(transfer))
+
+    def finished_transfers(self) -> list[TransferResult]:
+        if self._transfer_fault is not None:
+            raise self._transfer_fault
+        with self._transfer_lock:
+            results, self._finished = self._finished, []
+        return results
+
+    @property
+    def num_transfers(self) -> int:
+        """Started and not yet handed out as finished."""
+        return len(self._transfers[0]) + len(self._transfers[1]) + len(self._finished)
+
+    def finish_transfer(self, is_on_disk: bool) -> bool:
+        """Finish the oldest transfer of those that touch the device, or of those that touch the disk; False: there is
+        none."""
+        with self._transfer_lock:
+            transfers = self._transfers[is_on_disk]
+            if not transfers:
+                return False
+            running = transfers.popleft()
+            self._finished.append(self._end_transfer(running))
+        running.on_done()
+        return True
 
     def close(self) -> None:
         if not self._closed:
@@ -215,6 +330,11 @@ class ScriptedExecutor:
                 return tokens[len(prompt) :], "length", ""
         return tokens[len(prompt) :], "", ""
 
+    def likeliest(self, tokens: "array[int]", positions: "array[int]", facts: NewSequence) -> Candidates:
+        """The next tokens that beam search chooses from."""
+        ends = self.eos_rule is not None and self.eos_rule(tokens, facts.num_prompt)
+        return likeliest(tokens, positions, facts, self.vocab_size, ends)
+
     def _sample(self, tokens: "array[int]", positions: "array[int]", facts: NewSequence) -> int:
         sampling = facts.sampling
         banned: Sequence[int] = ()
@@ -231,9 +351,12 @@ class ScriptedExecutor:
 
     # the device
 
-    def _serve(self, work: "queue.SimpleQueue[ScriptedLaunch | None]") -> None:
-        while (launch := work.get()) is not None:
-            self._run(launch)
+    def _serve(self, work: "queue.SimpleQueue[Job | None]") -> None:
+        while (job := work.get()) is not None:
+            if isinstance(job, ScriptedLaunch):
+                self._run(job)
+            else:
+                self._run_transfer(*job)
 
     def _run(self, launch: ScriptedLaunch) -> None:
         step = self.num_steps
@@ -268,14 +391,18 @@ class ScriptedExecutor:
             self._extend_table(entry, entry.sequence_id in new_ids, plan.readmitted_sequence_ids)
         for entry in plan.scheduled:
             self._write(entry)
-        token_ids = [self._sample_entry(entry, plan.step) for entry in plan.scheduled if entry.samples]
+        tokens = StepTokens([])
+        for entry in plan.scheduled:
+            if entry.samples:
+                tokens.token_ids.append(self._sample_entry(entry, plan.step, tokens))
         self._last_step = plan.step
         failed = {
             entry.sequence_id: "poisoned"
             for entry in plan.scheduled
             if entry.samples and self.poison_token in self._known[entry.sequence_id].tokens
         }
-        return StepTokens(token_ids, failed)
+        tokens.failed.update(failed)
+        return tokens
 
     def _check_plan(self, plan: StepPlan) -> None:
         ids = [entry.sequence_id for entry in plan.scheduled]
@@ -302,9 +429,133 @@ class ScriptedExecutor:
         for block_id in block_ids:
             if self._owners[block_id]:
                 raise PlanViolation(f"block {block_id} is free and has an owner")
+            self._check_idle(block_id, "whoever is next", writes=True)
             start = block_id * self.block_size
             self._tokens[start : start + self.block_size] = nothing
             self._positions[start : start + self.block_size] = nothing
+
+    # transfers
+
+    @staticmethod
+    def _is_on_disk(transfer: Transfer) -> bool:
+        return transfer.kind not in (TransferKind.DEVICE_TO_HOST, TransferKind.HOST_TO_DEVICE)
+
+    def _begin_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        """Look at the sources, wipe the destinations."""
+        kind, name = transfer.kind, f"transfer {transfer.transfer_id}"
+        touches_host = kind is not TransferKind.DROP_FROM_DISK
+        num_blocks = len(transfer.stored) if self._is_on_disk(transfer) else len(transfer.block_ids)
+        if not num_blocks or len(transfer.host_ids) != (num_blocks if touches_host else 0):
+            raise PlanViolation(f"{name} has {num_blocks} blocks and {len(transfer.host_ids)} of host memory")
+        if len(set(self._destinations(transfer))) != len(self._destinations(transfer)):
+            raise PlanViolation(f"{name} writes a block twice: {self._destinations(transfer)}")
+        contents: list[Content | None] = [self._content_then(place, transfer) for place in self._sources(transfer)]
+        for place, content in zip(self._sources(transfer), contents, strict=True):
+            if content is None or content[1][0] < 0:
+                raise PlanViolation(f"{name} reads {place}, which holds nothing or which another still writes")
+        for place in self._destinations(transfer):
+            if place in self._written or self._read[place]:
+                raise PlanViolation(f"{name} writes {place}, which another still touches")
+            if place == ("device", 0):  # owners are not looked at: who lost blocks is told with the next plan only
+                raise PlanViolation(f"{name} writes block 0")
+        self._read.update(self._sources(transfer))
+        for place in self._destinations(transfer):
+            self._written.add(place)
+            self._put(place, None)
+        self._transfers[self._is_on_disk(transfer)].append(_RunningTransfer(transfer, on_done, contents))
+
+    def _end_transfer(self, running: _RunningTransfer) -> TransferResult:
+        transfer, failed = running.transfer, []
+        for place, content in zip(self._sources(transfer), running.contents, strict=False):
+            if self._content(place) != content:
+                raise PlanViolation(f"{place} was changed while transfer {transfer.transfer_id} read it")
+        self._read.subtract(self._sources(transfer))
+        self._written.difference_update(self._destinations(transfer))
+        if transfer.kind is TransferKind.DISK_TO_HOST:
+            running.contents = [self._read_disk(block) for block in transfer.stored]
+        elif transfer.kind is TransferKind.DROP_FROM_DISK:
+            for block in transfer.stored:
+                self.disk.blocks.pop(block.digest, None)
+        elif transfer.kind is TransferKind.HOST_TO_DISK:
+            for index, (block, content) in enumerate(zip(transfer.stored, running.contents, strict=True)):
+                assert content is not None
+                if self.disk.is_full:
+                    failed.append(index)
+                    continue
+                self.disk.blocks.pop(block.digest, None)
+                self.disk.blocks[block.digest] = block, content
+                self.disk.damaged.discard(block.digest)
+            if len(self.disk.blocks) > self.num_disk_blocks:
+                raise PlanViolation(f"{len(self.disk.blocks)} blocks are on disk, {self.num_disk_blocks} may be")
+        for index, (place, content) in enumerate(zip(self._destinations(transfer), running.contents, strict=False)):
+            self._put(place, content)
+            if content is None:
+                failed.append(index)
+        num_blocks = len(transfer.stored) or len(transfer.block_ids)
+        elapsed_s = num_blocks * (self.disk_s if self._is_on_disk(transfer) else 0.0001)
+        return TransferResult(transfer.transfer_id, failed, elapsed_s, 1000 * (num_blocks - len(failed)))
+
+    def _sources(self, transfer: Transfer) -> list[tuple[str, int]]:
+        """Places in memory, device or host."""
+        if transfer.kind is TransferKind.DEVICE_TO_HOST:
+            return [("device", block_id) for block_id in transfer.block_ids]
+        if transfer.kind in (TransferKind.HOST_TO_DEVICE, TransferKind.HOST_TO_DISK):
+            return [("host", host_id) for host_id in transfer.host_ids]
+        return []
+
+    def _destinations(self, transfer: Transfer) -> list[tuple[str, int]]:
+        if transfer.kind is TransferKind.HOST_TO_DEVICE:
+            return [("device", block_id) for block_id in transfer.block_ids]
+        if transfer.kind in (TransferKind.DEVICE_TO_HOST, TransferKind.DISK_TO_HOST):
+            return [("host", host_id) for host_id in transfer.host_ids]
+        return []
+
+    def _content(self, place: tuple[str, int]) -> Content:
+        tier, block_id = place
+        nothing = array("i", [-1]) * self.block_size
+        if tier == "host":
+            if not 1 <= block_id <= self.num_host_blocks:
+                raise PlanViolation(f"there is no block {block_id} in host memory")
+            return self._host.get(block_id, (nothing, nothing))
+        start = block_id * self.block_size
+        return self._tokens[start : start + self.block_size], self._positions[start : start + self.block_size]
+
+    def _content_then(self, place: tuple[str, int], transfer: Transfer) -> Content | None:
+        """What a place will hold when `transfer`, which is about to begin, reads it: those that touch the device are
+        done in their order. None: nobody can tell."""
+        if place not in self._written:
+            return self._content(place)
+        if not self._is_on_disk(transfer):
+            for running in reversed(self._transfers[0]):
+                if place in self._destinations(running.transfer):
+                    return running.contents[self._destinations(running.transfer).index(place)]
+        return None
+
+    def _put(self, place: tuple[str, int], content: Content | None) -> None:
+        tier, block_id = place
+        nothing = array("i", [-1]) * self.block_size
+        tokens, positions = content or (nothing, nothing)
+        if tier == "host":
+            self._content(place)
+            self._host[block_id] = tokens, positions
+        else:
+            start = block_id * self.block_size
+            self._tokens[start : start + self.block_size] = tokens
+            self._positions[start : start + self.block_size] = positions
+
+    def _read_disk(self, block: StoredBlock) -> Content | None:
+        """None, and the block is gone, if it is damaged, foreign or not there."""
+        found = self.disk.blocks.get(block.digest)
+        if found is None or found[0] != block or block.digest in self.disk.damaged:
+            self.disk.blocks.pop(block.digest, None)
+            return None
+        return found[1]
+
+    def _check_idle(self, block_id: int, name: str, writes: bool) -> None:
+        """A step may not read what a transfer writes, nor write what one touches."""
+        place = "device", block_id
+        if place in self._written or (writes and self._read[place]):
+            raise PlanViolation(f"{name} touches block {block_id}, as a running transfer does")
 
     def _drop_table(self, known: _Known) -> None:
         self._owners.subtract(known.table)
@@ -316,6 +567,8 @@ class ScriptedExecutor:
         if sources & set(destinations) or len(set(destinations)) != len(destinations):
             raise PlanViolation(f"a block is copied and overwritten at once: {copies}")
         for source, destination in copies:
+            self._check_idle(source, "a copy", writes=False)
+            self._check_idle(destination, "a copy", writes=True)
             if self._positions[source * self.block_size] < 0:
                 raise PlanViolation(f"block {source} is copied and holds nothing")
             if self._owners[destination] or not destination:
@@ -379,6 +632,7 @@ class ScriptedExecutor:
                 raise PlanViolation(
                     f"sequence {entry.sequence_id} writes into block {block_id} of {self._owners[block_id]} owners"
                 )
+            self._check_idle(block_id, f"sequence {entry.sequence_id}", writes=True)
             slot = block_id * self.block_size + position % self.block_size
             self._tokens[slot] = token_id
             self._positions[slot] = position
@@ -393,18 +647,25 @@ class ScriptedExecutor:
                 known.tokens.append(token_id)
         known.num_computed += entry.num_tokens
 
-    def _sample_entry(self, entry: ScheduledSequence, step: int) -> int:
-        """Read all earlier tokens back through the table and sample the next."""
+    def _sample_entry(self, entry: ScheduledSequence, step: int, collected: StepTokens) -> int:
+        """Read all earlier tokens back through the table and sample the next. Ranked ones get their probabilities."""
         known = self._known[entry.sequence_id]
         tokens, positions = array("i"), array("i")
         left = end = known.num_computed
         for block_id in known.table:
+            self._check_idle(block_id, f"sequence {entry.sequence_id}", writes=False)
             size = min(left, self.block_size)
             start = block_id * self.block_size
             tokens.extend(self._tokens[start : start + size])
             positions.extend(self._positions[start : start + size])
             left -= size
-        token = -1 if self.poison_token in tokens else self._sample(tokens, positions, known.facts)
+        token, sampling = -1, known.facts.sampling
+        if self.poison_token not in tokens and sampling.beam_width:
+            collected.candidates[entry.sequence_id] = self.likeliest(tokens, positions, known.facts)
+        elif self.poison_token not in tokens:
+            token = self._sample(tokens, positions, known.facts)
+            if sampling.ranks_choices:
+                collected.logprobs[entry.sequence_id] = logprob(tokens, token)
         if end < len(known.tokens):
             if known.tokens[end] != token:
                 raise PlanViolation(f"sequence {entry.sequence_id} sampled position {end} twice, with another token")

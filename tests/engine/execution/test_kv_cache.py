@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution.kv_cache import GIB, KvCache, bytes_per_block, size_pool
+from engine.execution.kv_cache import GIB, KvCache, bytes_per_block, size_host, size_pool
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig, RopeConfig
 from streamkv.config import EngineConfig
@@ -99,6 +99,31 @@ def test_the_control_groups_limit_cuts_the_pool_on_a_big_host(tmp_path: Path) ->
 def test_memory_for_no_sequence_at_all_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory_gib.*hold no sequence"):
         size_pool(EngineConfig(kv_cache_memory_gib=0.0005), model(), None)
+
+
+BLOCK_BYTES = 2**20
+
+
+def test_host_memory_holds_what_the_setting_buys_and_none_by_default() -> None:
+    assert size_host(EngineConfig(), BLOCK_BYTES, GIB, 16 * GIB) == 0
+    # One row is never used.
+    assert size_host(EngineConfig(host_kv_memory_gib=2.0), BLOCK_BYTES, GIB, 16 * GIB) == 2047
+    assert size_host(EngineConfig(host_kv_memory_gib=2.0), BLOCK_BYTES, GIB, None) == 2047
+
+
+def test_host_memory_is_cut_to_what_is_left_beside_the_pool_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        num_blocks = size_host(EngineConfig(host_kv_memory_gib=50.0), BLOCK_BYTES, 4 * GIB, 10 * GIB)
+    assert (num_blocks + 1) * BLOCK_BYTES == 5 * GIB
+    assert "less host memory for KV blocks than asked for" in caplog.text
+
+
+def test_host_memory_for_no_block_is_an_error_and_the_size_it_names_holds_one() -> None:
+    with pytest.raises(ConfigError, match=r"host_kv_memory_gib: .* hold no block; 0.00195 hold one"):
+        size_host(EngineConfig(host_kv_memory_gib=0.0015), BLOCK_BYTES, 0, None)
+    assert size_host(EngineConfig(host_kv_memory_gib=2 / 1024), BLOCK_BYTES, 0, None) == 1
+    with pytest.raises(ConfigError, match=r"host_kv_memory_gib: 0 GiB, which is all that the machine has beside"):
+        size_host(EngineConfig(host_kv_memory_gib=1.0), BLOCK_BYTES, 9 * GIB, 10 * GIB)
 
 
 def test_copies_move_whole_blocks_in_every_layer_and_nothing_else() -> None:

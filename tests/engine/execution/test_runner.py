@@ -1,5 +1,6 @@
 """The executor on a CPU, with a tiny random model."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.execution.offload import CpuBlockCopier
 from engine.execution.runner import CpuRunner, default_num_threads
 from engine.executor import DeviceLimits, Executor
 from engine.plan import NewSequence, ScheduledSequence, StepPlan, StepTokens
+from engine.transfer import StoredBlock, Transfer, TransferKind, TransferResult, block_digest
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError, ModelError
-from streamkv.protocol import ModelFacts
+from streamkv.protocol import ModelFacts, pack_ids
 from streamkv.sampling import SamplingParams
 
 BLOCK_SIZE = 4
@@ -265,6 +268,177 @@ def test_limits_that_do_not_fit_and_missing_models_are_errors(model_folder: Path
         CpuRunner(EngineConfig(model=str(model_folder), max_model_len=300)).load(ignore)
     with pytest.raises(ModelError):
         CpuRunner(EngineConfig(model=str(tmp_path / "nothing"))).load(ignore)
+
+
+# tiers
+
+
+class TieredRunner:
+    """A runner with host memory and a disk below, one transfer at a time."""
+
+    def __init__(self, model_folder: Path, disk: Path) -> None:
+        config = EngineConfig(
+            model=str(model_folder),
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            host_kv_memory_gib=0.001,
+            disk_kv_path=str(disk),
+            disk_kv_size_gib=0.01,
+        )
+        self.runner = CpuRunner(config)
+        try:
+            _, self.limits = self.runner.load(ignore)
+        except BaseException:
+            self.runner.close()
+            raise
+        self.num_transfers = 0
+
+    def run(self, plan: StepPlan) -> list[int]:
+        return self.runner.collect(self.runner.launch(plan, lambda: None)).token_ids
+
+    def move(
+        self,
+        kind: TransferKind,
+        block_ids: list[int] | None = None,
+        host_ids: list[int] | None = None,
+        stored: list[StoredBlock] | None = None,
+    ) -> TransferResult:
+        done = threading.Event()
+        self.num_transfers += 1
+        self.runner.start_transfer(
+            Transfer(self.num_transfers, kind, block_ids or [], host_ids or [], stored or []), done.set
+        )
+        assert done.wait(20)
+        (result,) = self.runner.finished_transfers()
+        assert result.transfer_id == self.num_transfers
+        return result
+
+
+def stored_chain(token_ids: list[int]) -> list[StoredBlock]:
+    """Of all whole blocks."""
+    blocks: list[StoredBlock] = []
+    digest = b"n" * 32
+    for depth, end in enumerate(range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE), 1):
+        packed = pack_ids(token_ids[end - BLOCK_SIZE : end])
+        blocks.append(StoredBlock(block_digest(digest, packed), digest, depth, packed))
+        digest = blocks[-1].digest
+    return blocks
+
+
+def test_without_a_host_tier_there_is_none(loaded: tuple[CpuRunner, ModelFacts, DeviceLimits]) -> None:
+    runner, _, limits = loaded
+    assert limits.block_bytes == 2 * 2 * BLOCK_SIZE * 2 * 8 * 4
+    assert (limits.num_host_blocks, limits.num_disk_blocks, limits.stored, limits.host_bytes_per_s) == (0, 0, [], 0.0)
+    assert runner.finished_transfers() == []
+
+
+def test_a_prompt_goes_on_from_blocks_that_were_on_disk_in_this_life_and_the_next(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    prompt = [7, 99, 250, 31, 8, 4, 77, 12, 5, 200]
+    down, up = TransferKind.DEVICE_TO_HOST, TransferKind.HOST_TO_DEVICE
+    stored = stored_chain(prompt)
+    first = TieredRunner(model_folder, tmp_path)
+    limits = first.limits
+    assert limits.num_host_blocks == int(0.001 * 2**30) // limits.block_bytes - 1
+    assert limits.num_disk_blocks == int(0.01 * 2**30) // 4096
+    assert limits.host_bytes_per_s > 0 and limits.stored == []
+    tokens = first.run(StepPlan(1, [entry(1, 0, prompt, [9, 3, 5])], new_sequences=[facts(1, 10)]))
+    assert first.move(down, [9, 3], [2, 7]).num_bytes == 2 * limits.block_bytes
+    assert first.move(TransferKind.HOST_TO_DISK, None, [2, 7], stored).failed == []
+    first.run(StepPlan(2, [], finished_sequence_ids=[1]))
+
+    def from_disk(tiered: TieredRunner) -> list[int]:
+        assert tiered.move(TransferKind.DISK_TO_HOST, None, [1, 3], stored).failed == []
+        tiered.move(up, [20, 30], [1, 3])
+        plan = StepPlan(3, [entry(2, 8, prompt[8:], [20, 30, 10])], new_sequences=[facts(2, 10)])
+        found = tiered.run(plan)
+        tiered.run(StepPlan(4, [], finished_sequence_ids=[2]))
+        return found
+
+    assert from_disk(first) == tokens
+    first.runner.close()
+    second = TieredRunner(model_folder, tmp_path)
+    assert second.limits.stored == stored
+    assert from_disk(second) == tokens
+    second.runner.close()
+
+
+def test_a_transfer_waits_for_the_steps_before_it_and_later_steps_do_not_wait_for_it(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiered = TieredRunner(model_folder, tmp_path)
+    runner = tiered.runner
+    real, copying, may_go = CpuBlockCopier.to_host, threading.Event(), threading.Event()
+
+    def to_host(self: CpuBlockCopier, block_ids: list[int], host_ids: list[int]) -> None:
+        copying.set()
+        assert may_go.wait(20)
+        real(self, block_ids, host_ids)
+
+    monkeypatch.setattr(CpuBlockCopier, "to_host", to_host)
+    prompt = [7, 99, 250, 31, 8, 4, 77, 12]
+    copied = threading.Event()
+    before = runner.launch(StepPlan(1, [entry(1, 0, prompt, [9, 3])], new_sequences=[facts(1, 8)]), lambda: None)
+    runner.start_transfer(Transfer(1, TransferKind.DEVICE_TO_HOST, [9, 3], [1, 2]), copied.set)
+    assert copying.wait(20)
+    assert before.is_done
+    (token,) = runner.collect(before).token_ids
+    # While the copy is held, steps go on and the disk works.
+    after = runner.launch(StepPlan(2, [entry(1, 8, [token], [4])]), lambda: None)
+    assert len(runner.collect(after).token_ids) == 1
+    assert not copied.is_set() and runner.finished_transfers() == []
+    may_go.set()
+    assert copied.wait(20)
+    assert [result.transfer_id for result in runner.finished_transfers()] == [1]
+    runner.close()
+
+
+def test_close_ends_all_threads_and_frees_the_folder(model_folder: Path, tmp_path: Path) -> None:
+    def num_threads() -> dict[str, int]:
+        names = [thread.name for thread in threading.enumerate()]
+        return {name: names.count(name) for name in ("cpu-runner", "kv-copy", "kv-disk")}
+
+    before = num_threads()
+    tiered = TieredRunner(model_folder, tmp_path)
+    assert num_threads() == {name: count + 1 for name, count in before.items()}
+    for i in range(20):
+        transfer = Transfer(i, TransferKind.DEVICE_TO_HOST, [1, 2, 3], [4, 5, 6])
+        tiered.runner.start_transfer(transfer, lambda: None)
+    tiered.runner.close()
+    tiered.runner.close()
+    assert num_threads() == before
+    TieredRunner(model_folder, tmp_path).runner.close()
+
+
+def test_another_model_does_not_find_the_blocks(model_folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model_folder, copy)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    first = TieredRunner(copy, tmp_path / "kv")
+    first.run(StepPlan(1, [entry(1, 0, [7, 99, 250, 31], [9])], new_sequences=[facts(1, 4)]))
+    first.move(TransferKind.DEVICE_TO_HOST, [9], [1])
+    first.move(TransferKind.HOST_TO_DISK, None, [1], stored_chain([7, 99, 250, 31]))
+    first.runner.close()
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    other = TieredRunner(copy, tmp_path / "kv")
+    assert other.limits.stored == []
+    other.runner.close()
+
+
+def test_a_disk_path_that_cannot_be_used_is_said_before_the_weights_are_read(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*args: object) -> None:
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr("engine.execution.runner.load_model", load_model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="disk_kv_path"):
+        TieredRunner(model_folder, tmp_path / "file")
 
 
 def test_threads_stay_within_the_control_groups_quota(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.execution.sampler import NO_TOKEN, SampledRow, sample
+from engine.execution.sampler import NO_TOKEN, UNUSABLE_LOGITS, SampledRow, sample, sample_step
 from engine.plan import NewSequence
 from streamkv.sampling import SamplingParams
 
@@ -34,6 +34,9 @@ def row(
     min_p: float = 0.0,
     min_tokens: int = 0,
     stop_token_ids: tuple[int, ...] = (),
+    best_of: int = 0,
+    beam_width: int = 0,
+    sequence_id: int = 9,
 ) -> SampledRow:
     sampling = SamplingParams(
         seed=seed,
@@ -44,8 +47,10 @@ def row(
         top_p=top_p,
         min_p=min_p,
         stop_token_ids=list(stop_token_ids),
+        best_of=best_of,
+        beam_width=beam_width,
     )
-    return SampledRow(NewSequence(9, choice, sampling, num_prompt, eos), position)
+    return SampledRow(NewSequence(sequence_id, choice, sampling, num_prompt, eos), position)
 
 
 def expected_distribution(
@@ -215,3 +220,59 @@ def test_masked_tokens_are_never_drawn() -> None:
 
 def test_no_rows_need_no_logits() -> None:
     assert sample(torch.empty(0, 100), []) == []
+
+
+def test_ranked_rows_get_the_models_own_log_probabilities_and_others_draw_as_ever() -> None:
+    """Before bans, temperature and filters: over the whole vocabulary."""
+    logits = 3 * torch.randn(4, 700, generator=torch.Generator().manual_seed(6))
+    logits[:, 2] = 9.0
+    rows = [
+        row(sequence_id=0),
+        row(sequence_id=1, best_of=3, temperature=0.7, top_p=0.8, top_k=50),
+        row(sequence_id=2, best_of=3, temperature=0.0, eos=(2,), min_tokens=20),
+        row(sequence_id=3, best_of=1),
+    ]
+    drawn = sample(logits.clone(), rows)
+    tokens = sample_step(logits.clone(), rows)
+    assert tokens.token_ids == drawn
+    assert drawn[2] != 2
+    expected = torch.log_softmax(logits.double(), -1)
+    assert tokens.logprobs == {i: pytest.approx(expected[i, drawn[i]].item(), abs=1e-5) for i in (1, 2)}, (
+        "a row whose choices are not ranked has none"
+    )
+    assert not tokens.candidates and not tokens.failed
+
+
+@pytest.mark.parametrize("vocab_size", [7, 600])
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_a_beam_is_given_its_likeliest_tokens_the_lowest_id_first_on_a_tie(vocab_size: int, min_tokens: int) -> None:
+    width, stops = 4, (3, 5)
+    # Few different values: dozens tie, also where the list ends.
+    logits = torch.randint(0, 4, (3, vocab_size), generator=torch.Generator().manual_seed(8)).float()
+    logits[1, 0] = float("-inf")
+    rows = [
+        row(sequence_id=i, beam_width=width, temperature=0.0, eos=(3,), stop_token_ids=(5,), min_tokens=min_tokens)
+        for i in range(3)
+    ]
+    tokens = sample_step(logits.clone(), rows)
+    assert tokens.token_ids == [NO_TOKEN] * 3
+    for i in range(3):
+        logprobs = torch.log_softmax(logits[i].double(), -1).tolist()
+        allowed = [
+            token_id
+            for token_id in range(vocab_size)
+            if logprobs[token_id] > float("-inf") and not (min_tokens and token_id in stops)
+        ]
+        best = sorted(allowed, key=lambda token_id: (-logits[i, token_id].item(), token_id))[: width + len(stops)]
+        assert tokens.candidates[i] == [(token_id, pytest.approx(logprobs[token_id], abs=1e-5)) for token_id in best]
+
+
+def test_a_ranked_row_without_numbers_is_named_failed_alone() -> None:
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(9))
+    logits[0, 7] = float("nan")
+    logits[1, 7] = float("inf")
+    rows = [row(sequence_id=i, beam_width=2 * (i != 1), best_of=2 * (i == 1), temperature=0.0) for i in range(3)]
+    tokens = sample_step(logits, rows)
+    assert tokens.failed == {0: UNUSABLE_LOGITS, 1: UNUSABLE_LOGITS}
+    assert list(tokens.candidates) == [2]
+    assert not tokens.logprobs

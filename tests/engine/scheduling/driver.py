@@ -9,12 +9,16 @@ from collections.abc import Sequence as Ids
 from engine.kv.audit import audit
 from engine.kv.block_manager import BlockManager
 from engine.kv.prefix_tree import Node
+from engine.kv.tiers import TierSizes
 from engine.plan import StepPlan
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.latency import LatencyModel
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.config import PreemptionMode
 from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
-from tests.support.scripted_executor import EosRule, ScriptedExecutor, ScriptedLaunch
+from tests.support.scripted_executor import EosRule, ScriptedDisk, ScriptedExecutor, ScriptedLaunch
 
 
 class Driver:
@@ -36,7 +40,16 @@ class Driver:
         max_model_len: int = 200,
         max_queue: int = 1000,
         enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
+        disk: ScriptedDisk | None = None,
+        preemption_mode: PreemptionMode = "auto",
+        latency: LatencyModel | None = None,
+        ageing_s: float = 30.0,
+        transfer_turns: int = 1,
     ) -> None:
+        """transfer_turns: a turn in so many finishes a transfer of those with the device and one of those with the
+        disk."""
         self.now_s = 0.0
         self.executor = ScriptedExecutor(
             num_blocks,
@@ -47,6 +60,10 @@ class Driver:
             max_num_batched_tokens=max_num_batched_tokens,
             threaded=False,
             eos_rule=eos_rule,
+            num_host_blocks=num_host_blocks,
+            num_disk_blocks=num_disk_blocks,
+            disk=disk,
+            holds_transfers=True,
         )
         self.limits = SchedulerLimits(
             max_num_seqs,
@@ -57,9 +74,16 @@ class Driver:
             max_model_len,
             max_queue,
             self.executor.eos_token_ids,
+            preemption_mode=preemption_mode,
+            ageing_s=ageing_s,
         )
-        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching)
-        self.scheduler = Scheduler(self.limits, self.blocks, lambda: self.now_s)
+        tiers = None
+        if num_host_blocks:
+            tiers = TierSizes(num_host_blocks, num_disk_blocks, self.executor.disk.stored())
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching, tiers)
+        self.scheduler = Scheduler(self.limits, self.blocks, lambda: self.now_s, latency)
+        self.transfer_turns = transfer_turns
+        self.num_turns = 0
         self.in_flight: deque[ScriptedLaunch] = deque()
         self.requests: list[Request] = []
         self.plans: list[StepPlan] = []
@@ -112,20 +136,27 @@ class Driver:
         return request
 
     def plan(self) -> StepPlan | None:
-        """Plan and launch a step, if anything can run and the executor has room."""
+        """Plan and launch a step, if anything can run and the executor has room; start the transfers."""
         if len(self.in_flight) >= self.executor.max_in_flight:
             return None
-        running = self.scheduler._running.sequences
+        running = self.scheduler._roster.running.sequences
         protected = running[0] if running else None
         before = protected.num_preemptions if protected else 0
         nodes = list(self.blocks.tree.nodes)
+        owned = {block_id for sequence in self.blocks.holders for block_id in sequence.block_table}
         plan = self.scheduler.plan()
         if protected is not None:
             assert protected.num_preemptions == before, "the oldest of the highest priority lost its blocks"
         self._check_preemptions()
         audit(self.blocks)
         if plan is None:
-            assert self.in_flight or not self.scheduler.has_runnable or self.scheduler._ended, "a standstill"
+            self._start_transfers()
+            assert (
+                self.in_flight
+                or self.executor.num_transfers
+                or not self.scheduler.has_runnable
+                or self.scheduler._ended
+            ), "a standstill"
             return None
         chunk_limit = self.limits.max_prefill_tokens or self.limits.max_num_batched_tokens
         if self.limits.enable_chunked_prefill:
@@ -133,21 +164,50 @@ class Driver:
         assert len(plan.scheduled) <= self.limits.max_num_seqs
         num_partial = sum(sequence.is_prefilling for sequence in running)
         assert num_partial <= self.limits.max_num_partial_prefills
-        assert num_partial == self.scheduler._num_prefilling
-        self._check_writes(plan, nodes)
+        assert num_partial == self.scheduler._roster.running.num_prefilling
+        self._check_writes(plan, nodes, owned)
         self.plans.append(plan)
         self.in_flight.append(self.executor.launch(plan, lambda: None))
         self.executor.spoil(filter(self.blocks.pool.is_free, range(1, self.blocks.pool.num_blocks)))
+        self._start_transfers()
         return plan
 
-    def _check_writes(self, plan: StepPlan, nodes: list[Node | None]) -> None:
-        """Nothing is written into a block that was in the tree before this plan and still is."""
+    def _start_transfers(self) -> None:
+        for transfer in self.scheduler.take_transfers():
+            self.executor.start_transfer(transfer, lambda: None)
+        assert self.scheduler.num_transfers == self.executor.num_transfers == self.blocks.num_unfinished_transfers
+        audit(self.blocks)
+
+    def finish_transfer(self, is_on_disk: bool) -> bool:
+        """Let the oldest transfer with the disk, or else with the device, come to its end; False: there is none."""
+        has_finished = self.executor.finish_transfer(is_on_disk)
+        if has_finished:
+            self.scheduler.finish_transfers(self.executor.finished_transfers())
+            audit(self.blocks)
+            self._start_transfers()
+        return has_finished
+
+    def flush(self) -> None:
+        """What an asked-for end does: write to disk what is cached."""
+        self.blocks.flush()
+        self._start_transfers()
+        while self.finish_transfer(is_on_disk=True) or self.finish_transfer(is_on_disk=False):
+            pass
+
+    def _check_writes(self, plan: StepPlan, nodes: list[Node | None], owned: set[int]) -> None:
+        """Nothing is written into a block that was in the tree before this plan and still is.
+
+        One that nobody owned and that is on a lower tier, too, may have been evicted and put back by whoever computed
+        the same in the same block.
+        """
         for entry, sequence in zip(plan.scheduled, self.scheduler._launched[-1][1], strict=True):
             size = self.blocks.block_size
             for index in range(entry.start // size, -(-(entry.start + entry.num_tokens) // size)):
                 block_id = sequence.block_table[index]
                 node = nodes[block_id]
-                assert node is None or self.blocks.tree.nodes[block_id] is not node, f"block {block_id} is read-only"
+                if node is not None and self.blocks.tree.nodes[block_id] is node:
+                    is_below = bool(node.host_id or node.disk_id)
+                    assert is_below and block_id not in owned, f"block {block_id} is read-only"
 
     def collect(self) -> list[SequenceOutput]:
         """Take in the oldest step in flight, if there is one."""
@@ -161,6 +221,10 @@ class Driver:
     def turn(self) -> StepPlan | None:
         """Plan; then collect when the executor is full or nothing more can be planned."""
         self.now_s += 0.01
+        self.num_turns += 1
+        if self.num_turns % self.transfer_turns == 0:
+            self.finish_transfer(is_on_disk=False)
+            self.finish_transfer(is_on_disk=True)
         self.take(self.scheduler.expire())
         plan = self.plan()
         if plan is None or len(self.in_flight) >= self.executor.max_in_flight:
@@ -171,6 +235,8 @@ class Driver:
         """Take turns until nothing is left to do."""
         for _ in range(max_turns):
             if not self.scheduler.has_work:
+                while self.finish_transfer(is_on_disk=False) or self.finish_transfer(is_on_disk=True):
+                    pass
                 return self
             self.turn()
         raise AssertionError(f"not done after {max_turns} turns")
@@ -192,9 +258,12 @@ class Driver:
         return self.tokens.get(sequence, [])
 
     def check_all(self) -> None:
-        """Everything ended once, with the right tokens and reason, and all memory is free."""
+        """Everything ended once, with the right tokens and reason, and all memory is free.
+
+        Of requests that rank their choices only the end is looked at: see ranked.py.
+        """
         for request in self.requests:
-            for sequence in request.sequences:
+            for sequence in [] if request.sampling.ranks_choices else request.sequences:
                 if sequence.choice not in request.finished_choices:
                     self.check_one(sequence)
         scheduler = self.scheduler
@@ -204,7 +273,13 @@ class Driver:
         assert not scheduler.has_work
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_paused) == (0, 0, 0)
         assert scheduler.next_deadline_s == float("inf")
-        assert not scheduler._unstarted and not scheduler._parked and not scheduler._num_prefilling
+        assert not scheduler._roster.beam_groups and not scheduler._roster.num_held_places
+        assert not self.blocks.num_held_blocks
+        assert (
+            not scheduler._roster.unstarted
+            and not scheduler._roster.parked
+            and not scheduler._roster.running.num_prefilling
+        )
 
     def check_one(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -27,12 +27,12 @@ def run_one(driver: Driver, prompt: list[int], **changes):
 def test_sharing_is_token_granular_at_every_offset(num_common: int, block_size: int, max_in_flight: int):
     driver = Driver(block_size=block_size, max_in_flight=max_in_flight)
     run_one(driver, prompt_of(24))
-    before = driver.scheduler.num_prefill_tokens
+    before = driver.scheduler.counts.num_prefill_tokens
     sequence = run_one(driver, prompt_of(num_common) + [500] * 5)
     assert sequence.num_cached_tokens == num_common
-    assert driver.scheduler.num_prefill_tokens - before == 5
-    assert driver.scheduler.num_prefix_hit_tokens == num_common
-    assert driver.scheduler.num_prompt_tokens == 24 + num_common + 5
+    assert driver.scheduler.counts.num_prefill_tokens - before == 5
+    assert driver.scheduler.counts.num_prefix_hit_tokens == num_common
+    assert driver.scheduler.counts.num_prompt_tokens == 24 + num_common + 5
     # Whole blocks are shared in place, the rest of one is copied.
     assert driver.scheduler.num_block_copies == (1 if num_common % block_size else 0)
     driver.check_all()
@@ -44,7 +44,7 @@ def test_of_a_prompt_that_is_cached_only_the_last_token_is_computed(num_tokens: 
     run_one(driver, prompt_of(num_tokens))
     sequence = run_one(driver, prompt_of(num_tokens))
     assert sequence.num_cached_tokens == num_tokens - 1
-    assert driver.scheduler.num_prefill_tokens == num_tokens + 1
+    assert driver.scheduler.counts.num_prefill_tokens == num_tokens + 1
     driver.check_all()
 
 
@@ -112,7 +112,7 @@ def test_requests_that_arrive_together_compute_their_common_prompt_once(num_toke
     num_whole = num_tokens // 4 * 4
     cached = num_whole if num_whole < num_tokens else num_tokens - 1
     assert [only(request).num_cached_tokens for request in requests] == [0] + [cached] * 5
-    assert driver.scheduler.num_prefill_tokens == num_tokens + 5 * (num_tokens - cached)
+    assert driver.scheduler.counts.num_prefill_tokens == num_tokens + 5 * (num_tokens - cached)
 
 
 def test_whoever_shares_only_a_beginning_waits_no_longer_than_for_that():
@@ -161,7 +161,7 @@ def test_one_takes_over_when_the_one_that_computes_the_prompt_goes(num_turns: in
     driver.run()
     driver.scheduler.resume(first)
     driver.run().check_all()
-    assert driver.scheduler.num_prefill_tokens <= 40 + 1 + (40 if end == "pause" else 0)
+    assert driver.scheduler.counts.num_prefill_tokens <= 40 + 1 + (40 if end == "pause" else 0)
 
 
 def test_one_takes_over_when_the_one_that_computes_the_prompt_is_preempted():
@@ -173,7 +173,7 @@ def test_one_takes_over_when_the_one_that_computes_the_prompt_is_preempted():
     driver.run().check_all()
     assert only(important).num_preemptions == 0
     assert only(first).num_preemptions > 0
-    assert driver.scheduler.num_prefill_tokens < 5 + 2 * 36
+    assert driver.scheduler.counts.num_prefill_tokens < 5 + 2 * 36
 
 
 # Pressure
@@ -183,7 +183,7 @@ def test_cached_blocks_are_evicted_before_anybody_loses_a_block():
     driver = Driver(num_blocks=17, block_size=4)
     for start in range(0, 500, 100):
         run_one(driver, prompt_of(20, start + 3), max_tokens=8)
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.counts.num_preemptions == 0
     assert driver.blocks.num_evictions > 0
     assert driver.blocks.num_free_blocks + driver.blocks.num_cached_blocks == 16
     driver.check_all()
@@ -223,7 +223,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     driver.scheduler.resume(victim.request)
     driver.run().check_all()
     assert only(large).num_preemptions == 0
-    assert 0 < driver.scheduler.num_recomputed_tokens < 30
+    assert 0 < driver.scheduler.counts.num_recomputed_tokens < 30
     assert victim.num_cached_tokens == 0, "what it computed itself is no hit of its prompt"
 
 
@@ -247,10 +247,10 @@ def test_kv_usage_counts_owned_blocks_only():
 def test_choices_of_a_cached_prompt_begin_together(num_tokens: int):
     driver = Driver()
     run_one(driver, prompt_of(num_tokens))
-    before = driver.scheduler.num_prefill_tokens
+    before = driver.scheduler.counts.num_prefill_tokens
     request = driver.submit(prompt_of(num_tokens), cache_salt="", n=3, max_tokens=4, temperature=1.0)
     assert len(driver.turn().scheduled) == 3
-    assert driver.scheduler.num_prefill_tokens - before == 3
+    assert driver.scheduler.counts.num_prefill_tokens - before == 3
     assert [sequence.num_cached_tokens for sequence in request.sequences] == [num_tokens - 1] * 3
     driver.run().check_all()
 
@@ -259,7 +259,7 @@ def test_what_choices_share_among_themselves_is_no_hit():
     driver = Driver(max_num_seqs=1)
     request = driver.submit(prompt_of(9), n=3, max_tokens=1, temperature=1.0)
     driver.run().check_all()
-    assert driver.scheduler.num_prefill_tokens == 9 + 1 + 1
+    assert driver.scheduler.counts.num_prefill_tokens == 9 + 1 + 1
     assert [sequence.num_cached_tokens for sequence in request.sequences] == [0, 0, 0]
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from engine.plan import StepTokens
+from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.queue import QueueFull
-from engine.scheduling.scheduler import KVUsage, SchedulerLimits
+from engine.scheduling.usage import KVUsage
 from engine.sequence import SequenceState
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
@@ -65,7 +66,7 @@ def test_tokens_do_not_depend_on_chunks_or_blocks(max_prefill_tokens: int, block
     for num_tokens in (1, 2, 15, 16, 17, 40, 90):
         driver.submit(prompt_of(num_tokens), max_tokens=9)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.counts.num_preemptions == 0
 
 
 def test_a_chunk_is_at_most_max_prefill_tokens():
@@ -181,7 +182,7 @@ def test_the_victim_has_the_lowest_priority_and_came_last():
     assert only(last).num_preemptions >= 1
     assert only(important).num_preemptions == 0
     assert only(oldest).num_preemptions <= only(middle).num_preemptions <= only(last).num_preemptions
-    assert driver.scheduler.num_preemptions == sum(only(request).num_preemptions for request in driver.requests)
+    assert driver.scheduler.counts.num_preemptions == sum(only(request).num_preemptions for request in driver.requests)
 
 
 def test_the_oldest_of_the_highest_priority_is_never_preempted():
@@ -190,7 +191,7 @@ def test_the_oldest_of_the_highest_priority_is_never_preempted():
     for _ in range(6):
         driver.submit(prompt_of(3), max_tokens=12)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.counts.num_preemptions > 0
     assert only(oldest).num_preemptions == 0
 
 
@@ -201,8 +202,8 @@ def test_preempted_sequences_come_back_with_identical_tokens(num_tokens: int, ma
     for _ in range(4):
         driver.submit(prompt_of(num_tokens), max_tokens=13, temperature=1.0)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions > 0
-    assert driver.scheduler.num_recomputed_tokens > 0
+    assert driver.scheduler.counts.num_preemptions > 0
+    assert driver.scheduler.counts.num_recomputed_tokens > 0
     assert any(plan.readmitted_sequence_ids for plan in driver.plans)
 
 
@@ -242,7 +243,7 @@ def test_the_oldest_waits_rather_than_preempt_one_that_was_readmitted_and_has_no
         driver.submit(prompt_of(num_prompt), max_tokens=max_tokens)
     waited = False
     while driver.scheduler.has_work:
-        running = driver.scheduler._running.sequences
+        running = driver.scheduler._roster.running.sequences
         oldest = running[0] if running else None
         has_protected = any(sequence.must_progress for sequence in running)
         plan = driver.turn()
@@ -284,7 +285,7 @@ def test_a_waiting_prompt_leaves_the_blocks_that_unfinished_prefills_will_need()
     driver.submit(prompt_of(14), max_tokens=10)
     driver.submit(prompt_of(22), max_tokens=2)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.counts.num_preemptions == 0
 
 
 def test_a_waiting_prompt_leaves_a_block_for_every_four_that_run():
@@ -297,7 +298,7 @@ def test_a_waiting_prompt_leaves_a_block_for_every_four_that_run():
     assert driver.blocks.num_free_blocks == 7
     assert not driver.turn().new_sequences
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.counts.num_preemptions == 0
 
 
 # Ends
@@ -336,7 +337,7 @@ def test_max_tokens_ends_with_length_and_nothing_more_is_computed():
         driver.run().check_all()
         assert driver.ends[only(request)].finish_reason == "length"
         assert len(driver.plans) == 4
-        assert driver.scheduler.num_wasted_tokens == 0
+        assert driver.scheduler.counts.num_wasted_tokens == 0
 
 
 def test_ignore_eos_goes_on_and_feeds_the_id_back():
@@ -427,7 +428,7 @@ def test_a_token_sampled_after_the_end_is_dropped():
     request = driver.submit(prompt_of(5), max_tokens=9)
     driver.run().check_all()
     assert len(driver.output_of(only(request))) == 3
-    assert driver.scheduler.num_wasted_tokens == 1
+    assert driver.scheduler.counts.num_wasted_tokens == 1
 
 
 def test_blocks_stay_until_the_last_launched_step_is_collected():
@@ -489,7 +490,7 @@ def test_a_paused_request_is_not_scheduled_and_keeps_the_token_in_flight():
     driver.scheduler.resume(request)
     assert driver.scheduler.has_runnable
     driver.run().check_all()
-    assert driver.scheduler.num_recomputed_tokens == 0, "its blocks were still there"
+    assert driver.scheduler.counts.num_recomputed_tokens == 0, "its blocks were still there"
     assert sum(plan.total_num_scheduled_tokens for plan in driver.plans) == 5 + 8
 
 
@@ -520,7 +521,7 @@ def test_a_prompt_that_waits_takes_the_blocks_of_paused_ones_and_not_of_running_
     assert only(second).state is SequenceState.WAITING
     driver.scheduler.resume(paused)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions == 1
+    assert driver.scheduler.counts.num_preemptions == 1
 
 
 def test_a_resumed_sequence_comes_back_to_its_place_in_the_order():
@@ -571,7 +572,7 @@ def test_choices_share_the_prompt_and_compute_it_once(num_tokens: int, max_in_fl
     tables = [sequence.block_table for sequence in request.sequences]
     assert all(table[:num_shared] == tables[0][:num_shared] for table in tables)
     # Each choice computes the last prompt token itself, for its logits.
-    assert driver.scheduler.num_prefill_tokens == num_tokens + 3
+    assert driver.scheduler.counts.num_prefill_tokens == num_tokens + 3
     # The block in which that token lies is copied, unless it is the first in its block.
     assert driver.scheduler.num_block_copies == (3 if (num_tokens - 1) % 4 else 0)
     driver.run().check_all()
@@ -582,9 +583,9 @@ def test_shared_blocks_count_once_in_the_usage():
     driver = Driver()
     driver.submit(prompt_of(13), n=3, max_tokens=4, temperature=1.0)
     driver.turn()
-    assert driver.scheduler.kv_usage() == KVUsage(4, 59, 0, 13, 13 / 16)
+    assert driver.scheduler.kv_usage() == KVUsage(4, 59, 0, 0, 13, 13 / 16)
     driver.turn()
-    assert driver.scheduler.kv_usage() == KVUsage(3 + 3, 57, 0, 12 + 2 + 1 + 1, 16 / 24)
+    assert driver.scheduler.kv_usage() == KVUsage(3 + 3, 57, 0, 0, 12 + 2 + 1 + 1, 16 / 24)
     driver.run().check_all()
 
 
@@ -592,7 +593,7 @@ def test_another_choice_computes_the_prompt_when_the_first_ended_before_it_was_s
     driver = Driver(max_num_seqs=1, enable_prefix_caching=False)
     request = driver.submit(prompt_of(9), n=3, max_tokens=1, temperature=1.0)
     driver.run().check_all()
-    assert driver.scheduler.num_prefill_tokens == 27
+    assert driver.scheduler.counts.num_prefill_tokens == 27
     assert len(driver.ends) == len(request.sequences) == 3
 
 
@@ -601,7 +602,7 @@ def test_choices_survive_the_preemption_of_the_one_that_computes_their_prompt():
     driver.submit(prompt_of(5), max_tokens=10)
     driver.submit(prompt_of(5), n=3, max_tokens=8, temperature=1.0)
     driver.run().check_all()
-    assert driver.scheduler.num_preemptions > 0
+    assert driver.scheduler.counts.num_preemptions > 0
 
 
 def test_others_go_past_choices_that_wait_for_their_prompt():

@@ -5,10 +5,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.kv.audit import audit
+from engine.plan import StepLoad
+from engine.scheduling.latency import LatencyModel
 from engine.sequence import Request
+from streamkv.config import PreemptionMode
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
-from tests.support.scripted_executor import end_one_in
+from tests.support.scripted_executor import ScriptedDisk, end_one_in
 
 VOCAB_SIZE = 40
 SHARED = list(range(3, 33))
@@ -37,6 +40,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_chunked_prefill=st.booleans(),
         eos_odds=st.integers(5, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        num_host_blocks=st.sampled_from([0, 0, 1, 2, 5, 12, 30]),
+        num_disk_blocks=st.sampled_from([0, 1, 4, 20, 50]),
+        preemption_mode=st.sampled_from(["auto", "auto", "recompute", "swap", "swap"]),
+        copy_cost=st.sampled_from([0.0, 0.1, 0.1, 1.0, 10.0]),
+        ageing_s=st.sampled_from([0.02, 0.2, 30.0]),
+        transfer_turns=st.integers(1, 5),
     )
     def start(
         self,
@@ -50,8 +59,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_chunked_prefill: bool,
         eos_odds: int,
         enable_prefix_caching: bool,
+        num_host_blocks: int,
+        num_disk_blocks: int,
+        preemption_mode: PreemptionMode,
+        copy_cost: float,
+        ageing_s: float,
+        transfer_turns: int,
     ) -> None:
-        self.driver = Driver(
+        """copy_cost: of copying a block, against computing a token; 0: nothing is known."""
+        latency = None
+        if copy_cost:
+            steps = [(StepLoad(num, num * num, 0, 0, 1), num * 0.001) for num in (1, 8, 64)]
+            latency = LatencyModel(steps, block_bytes=1000, host_bytes_per_s=1e6 / copy_cost)
+        self.disk = ScriptedDisk()
+        self.make_driver = lambda: Driver(
             num_blocks=num_blocks,
             block_size=block_size,
             max_in_flight=max_in_flight,
@@ -64,14 +85,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             vocab_size=VOCAB_SIZE,
             eos_rule=end_one_in(eos_odds),
             enable_prefix_caching=enable_prefix_caching,
+            num_host_blocks=num_host_blocks if enable_prefix_caching else 0,
+            num_disk_blocks=num_disk_blocks if num_host_blocks and enable_prefix_caching else 0,
+            preemption_mode=preemption_mode,
+            latency=latency,
+            ageing_s=ageing_s,
+            transfer_turns=transfer_turns,
+            disk=self.disk,
         )
+        self.driver = self.make_driver()
 
     @rule(
         prompt=PROMPTS,
         num_earlier=st.integers(0, 40),
         earlier=st.integers(0, 100),
         salt=st.sampled_from(["", "", "", "other"]),
-        tenant=st.sampled_from(["", "", "", "other"]),
+        tenant=st.sampled_from(["", "", "", "other", "third"]),
         max_tokens=st.integers(1, 30),
         min_tokens=st.integers(0, 3),
         n=st.sampled_from([1, 1, 1, 2, 4]),
@@ -163,6 +192,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if paused := [request for request in self.driver.requests if request.is_paused]:
             self.driver.scheduler.resume(data.draw(st.sampled_from(paused)))
 
+    @rule(is_on_disk=st.booleans())
+    def finish_transfer(self, is_on_disk: bool) -> None:
+        self.driver.finish_transfer(is_on_disk)
+
+    @rule(data=st.data(), is_full=st.booleans())
+    def harm_disk(self, data: st.DataObject, is_full: bool) -> None:
+        disk = self.driver.executor.disk
+        disk.is_full = is_full
+        if disk.blocks:
+            disk.damaged.add(data.draw(st.sampled_from(list(disk.blocks))))
+
     @rule()
     def plan(self) -> None:
         self.driver.plan()
@@ -188,9 +228,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.driver.blocks.num_owned_blocks * self.driver.blocks.block_size
             )
 
+    @rule()
+    def restart(self) -> None:
+        """The engine is drained, and another one begins with what the disk has."""
+        self.finish()
+        self.driver.flush()
+        self.driver = self.make_driver()
+
     def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
+        if hasattr(self, "driver"):
+            self.finish()
+
+    def finish(self) -> None:
+        """All that is live ends by itself."""
         driver = self.driver
         for request in driver.requests:
             driver.scheduler.resume(request)

@@ -16,7 +16,8 @@ for name in names:
 assert len(names) >= 9, names
 
 from engine.kv.block_manager import BlockManager
-from engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from engine.scheduling.limits import SchedulerLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request
 from engine.plan import StepTokens
 from streamkv.sampling import SamplingParams

@@ -1,0 +1,239 @@
+"""Which program of the attention kernels works on what: decided on the device, once a step, for all layers of a kind.
+
+The lengths of a step are known to the device alone when it replays a CUDA graph, so the grids of the attention kernels
+depend on nothing but the sizes of the batch, and every program reads its part of the work from a list made here.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+QUERY_ROWS = 128
+"""Rows of the matrix tile of a long query: tokens times the heads of a group."""
+SHORT_ROWS = 16
+"""The same for a short query, unless a group has more heads: the least that a matrix unit takes."""
+
+
+@triton.jit
+def _plan_kernel(
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    parts_ptr,
+    query_tiles_ptr,
+    num_query_tiles_ptr,
+    num_seqs,
+    num_programs,
+    min_part_tiles,
+    SEQS: tl.constexpr,
+    SHORT_TOKENS: tl.constexpr,
+    LONG_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ITEMS: tl.constexpr,
+):
+    # Program i writes the items of sequence i; each works out for itself what comes before.
+    this = tl.program_id(0)
+    seqs = tl.arange(0, SEQS)
+    exists = seqs < num_seqs
+    query_start = tl.load(query_start_loc_ptr + seqs, mask=exists, other=0)
+    query_len = tl.load(query_start_loc_ptr + seqs + 1, mask=exists, other=0) - query_start
+    seq_len = tl.load(seq_lens_ptr + seqs, mask=exists, other=0)
+    is_this = seqs == this
+    is_before = seqs < this
+    my_query_start = tl.sum(tl.where(is_this, query_start, 0))
+    my_query_len = tl.sum(tl.where(is_this, query_len, 0))
+    my_seq_len = tl.sum(tl.where(is_this, seq_len, 0))
+
+    # Short queries: contexts are cut into parts of at most `part_tiles`, the fewest tiles with which all parts run at
+    # once, or, where there are too many sequences for that, with which the longest do not outlast the rest.
+    is_short = (query_len > 0) & (query_len <= SHORT_TOKENS)
+    first_tile = tl.zeros([SEQS], tl.int32)
+    if WINDOW > 0:
+        first_tile = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // TILE
+    num_tiles = tl.where(is_short, tl.cdiv(seq_len, TILE) - first_tile, 0)
+    room = tl.maximum(num_programs, tl.sum(is_short.to(tl.int32)) + num_programs // 2)
+    low = min_part_tiles
+    part_tiles = tl.maximum(tl.max(num_tiles, axis=0), min_part_tiles)
+    for _ in range(0, 20):
+        middle = (low + part_tiles) // 2
+        fits = tl.sum(tl.cdiv(num_tiles, middle)) <= room
+        part_tiles = tl.where(fits, middle, part_tiles)
+        low = tl.where(fits, low, tl.minimum(middle + 1, part_tiles))
+    num_parts = tl.cdiv(num_tiles, part_tiles)
+    before = tl.sum(tl.where(is_before, num_parts, 0))
+    my_parts = tl.sum(tl.where(is_this, num_parts, 0))
+    my_first = tl.sum(tl.where(is_this, first_tile, 0))
+    my_tiles = tl.sum(tl.where(is_this, num_tiles, 0))
+    my_part_tiles = tl.cdiv(my_tiles, tl.maximum(my_parts, 1))
+    for at in range(0, my_parts, ITEMS):
+        part = at + tl.arange(0, ITEMS)
+        in_list = part < my_parts
+        first = (my_first + tl.minimum(part * my_part_tiles, my_tiles)) * TILE
+        end = (my_first + tl.minimum((part + 1) * my_part_tiles, my_tiles)) * TILE
+        item = parts_ptr + 8 * (before + part)
+        same = tl.zeros([ITEMS], tl.int32)
+        tl.store(item, same + this, mask=in_list)
+        tl.store(item + 1, part, mask=in_list)
+        tl.store(item + 2, same + my_parts, mask=in_list)
+        tl.store(item + 3, first, mask=in_list)
+        tl.store(item + 4, tl.minimum(end, my_seq_len), mask=in_list)
+        tl.store(item + 5, same + my_query_start, mask=in_list)
+        tl.store(item + 6, same + my_query_len, mask=in_list)
+        tl.store(item + 7, same + my_seq_len, mask=in_list)
+    # The grid has room for num_seqs + num_programs parts: this program marks its share of the others as none.
+    for at in range(tl.sum(num_parts) + this, num_seqs + num_programs, num_seqs):
+        tl.store(parts_ptr + 8 * at + 2, 0)
+
+    # Long queries: one item for each tile of the query, from the last to the first, so that the longest work of a
+    # prompt begins first.
+    num_query_tiles = tl.where(query_len > SHORT_TOKENS, tl.cdiv(query_len, LONG_TOKENS), 0)
+    after = tl.sum(tl.where(seqs > this, num_query_tiles, 0))
+    my_query_tiles = tl.sum(tl.where(is_this, num_query_tiles, 0))
+    for at in range(0, my_query_tiles, ITEMS):
+        tile = at + tl.arange(0, ITEMS)
+        in_list = tile < my_query_tiles
+        item = query_tiles_ptr + 8 * (after + my_query_tiles - 1 - tile)
+        same = tl.zeros([ITEMS], tl.int32)
+        tl.store(item, same + this, mask=in_list)
+        tl.store(item + 1, tile * LONG_TOKENS, mask=in_list)
+        tl.store(item + 2, same + my_query_start, mask=in_list)
+        tl.store(item + 3, same + my_query_len, mask=in_list)
+        tl.store(item + 4, same + my_seq_len, mask=in_list)
+
+    if this == 0:
+        tl.store(num_query_tiles_ptr, tl.sum(num_query_tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Buffers of one kind of layer (heads, width, window), shared by its layers, which run one after the other.
+
+    Made once; `plan_attention` fills the lists anew in every step, at the same addresses.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int
+    """0: none."""
+    short_tile: int
+    """KV tokens: the context of a short query is cut at multiples of this."""
+    min_part_tiles: int
+    """The least that a program gets, in such tiles: below it the sum over the parts costs more than their reading."""
+    num_programs: int
+    """For each KV head, of the short queries together."""
+    max_num_seqs: int
+    parts: torch.Tensor
+    """[max_num_seqs + num_programs, 8] int32: sequence; which part; of how many (0: no part); first and end position;
+    first query row; query tokens; length of the sequence."""
+    query_tiles: torch.Tensor
+    """[most query tiles, 8] int32: sequence; first query token of the tile; first query row; query tokens; length."""
+    num_query_tiles: torch.Tensor
+    """[1] int32: how many of query_tiles count."""
+    partial: torch.Tensor
+    """[max_num_seqs + num_programs, num_kv_heads, rows, head_dim] float32: weighted values of a part."""
+    partial_stats: torch.Tensor
+    """[max_num_seqs + num_programs, num_kv_heads, 2, rows] float32: greatest score in base-2 units, sum of weights."""
+    arrivals: torch.Tensor
+    """[max_num_seqs, num_kv_heads] int32: parts that are done. Zero between launches."""
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def short_rows(self) -> int:
+        return max(SHORT_ROWS, triton.next_power_of_2(self.group_size))
+
+    @property
+    def short_tokens(self) -> int:
+        """Queries of at most so many tokens are short: their context is divided among programs."""
+        return self.short_rows // self.group_size
+
+    @property
+    def long_tokens(self) -> int:
+        """Tokens in one tile of a long query."""
+        return QUERY_ROWS // self.group_size
+
+
+def make_attention_plan(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sliding_window: int | None,
+    max_num_seqs: int,
+    max_num_tokens: int,
+    device: torch.device,
+    *,
+    short_tile: int = 64,
+    min_part_tiles: int = 4,
+    programs_per_processor: int = 4,
+) -> AttentionPlan:
+    """Buffers for steps of at most max_num_seqs sequences and max_num_tokens tokens.
+
+    programs_per_processor: how many programs of the short kernel run on a multiprocessor at once; all start together.
+    Takes about (max_num_seqs + num_programs) * num_heads * 4 * head_dim * 4 bytes for groups of four.
+    Raises ValueError when num_heads is no multiple of num_kv_heads, or a group has more than 128 heads.
+    """
+    group_size, rest = divmod(num_heads, num_kv_heads)
+    if rest or group_size > QUERY_ROWS:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads and at most {QUERY_ROWS} times it, "
+            f"got {num_heads} and {num_kv_heads}"
+        )
+    num_processors = 2
+    if device.type == "cuda":
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_programs = max(1, programs_per_processor * num_processors // num_kv_heads)
+    max_parts = max_num_seqs + num_programs
+    rows = max(SHORT_ROWS, triton.next_power_of_2(group_size)) // group_size * group_size
+    max_query_tiles = triton.cdiv(max_num_tokens, QUERY_ROWS // group_size) + max_num_seqs
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return AttentionPlan(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        sliding_window=sliding_window or 0,
+        short_tile=short_tile,
+        min_part_tiles=min_part_tiles,
+        num_programs=num_programs,
+        max_num_seqs=max_num_seqs,
+        parts=zeros(max_parts, 8),
+        query_tiles=zeros(max_query_tiles, 8),
+        num_query_tiles=zeros(1),
+        partial=zeros(max_parts, num_kv_heads, rows, head_dim, dtype=torch.float32),
+        partial_stats=zeros(max_parts, num_kv_heads, 2, rows, dtype=torch.float32),
+        arrivals=zeros(max_num_seqs, num_kv_heads),
+    )
+
+
+def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Fill the lists for one step. Costs a few microseconds; no host sync.
+
+    query_start_loc: [num_seqs + 1] int32; seq_lens: [num_seqs] int32. A sequence without query tokens gets no work.
+    Raises ValueError for more sequences than the plan has room for.
+    """
+    num_seqs = len(seq_lens)
+    if num_seqs > plan.max_num_seqs:
+        raise ValueError(f"{num_seqs} sequences, but the plan has room for {plan.max_num_seqs}")
+    _plan_kernel[(num_seqs,)](
+        query_start_loc,
+        seq_lens,
+        plan.parts,
+        plan.query_tiles,
+        plan.num_query_tiles,
+        num_seqs,
+        plan.num_programs,
+        plan.min_part_tiles,
+        SEQS=triton.next_power_of_2(num_seqs),
+        SHORT_TOKENS=plan.short_tokens,
+        LONG_TOKENS=plan.long_tokens,
+        TILE=plan.short_tile,
+        WINDOW=plan.sliding_window,
+        ITEMS=64,
+    )

@@ -1,0 +1,51 @@
+"""Copies of whole KV blocks: copy-on-write within a pool, and swaps between two."""
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 2048
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    source_ptr, target_ptr, pairs_ptr, block_numel, source_plane_numel, target_plane_numel, TILE: tl.constexpr
+):
+    pair = tl.program_id(0)
+    plane = tl.program_id(2).to(tl.int64)
+    source = tl.load(pairs_ptr + 2 * pair).to(tl.int64)  # an offset can pass 2**31
+    target = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    in_block = columns < block_numel
+    row = tl.load(source_ptr + plane * source_plane_numel + source * block_numel + columns, mask=in_block)
+    tl.store(target_ptr + plane * target_plane_numel + target * block_numel + columns, row, mask=in_block)
+
+
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """target[:, pairs[i, 1]] = source[:, pairs[i, 0]] for all i, in one launch.
+
+    source, target: [num_planes, num_blocks, ...], contiguous, of one dtype and block shape; the number of blocks may differ.
+        A plane is the keys or the values of one layer. They may be the same tensor, and either may be pinned host memory.
+    pairs: [n, 2] int32 on the device. No block is written twice, and within one tensor none is both read and written. n may be 0.
+    Moves 2 * n * num_planes blocks and is bound by that. Raises ValueError for tensors that do not fit together.
+    """
+    if not (source.is_contiguous() and target.is_contiguous()):
+        raise ValueError(f"source and target must be contiguous, got strides {source.stride()} and {target.stride()}")
+    if source.dtype != target.dtype or source.shape[0] != target.shape[0] or source.shape[2:] != target.shape[2:]:
+        raise ValueError(
+            f"blocks must be alike, got {source.dtype} {list(source.shape)} and {target.dtype} {list(target.shape)}"
+        )
+    if not len(pairs):
+        return
+    if source.itemsize == 1:  # no arithmetic is done on them, and every target can move bytes
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    block_numel = source.shape[2:].numel()
+    _copy_blocks_kernel[len(pairs), triton.cdiv(block_numel, _TILE), source.shape[0]](
+        source,
+        target,
+        pairs,
+        block_numel,
+        source.shape[1] * block_numel,
+        target.shape[1] * block_numel,
+        TILE=_TILE,
+    )

@@ -1,0 +1,181 @@
+"""Greedy tokens against transformers' on a real model, with KV that was lost, moved away, and came back from disk."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.execution import runner as runner_module
+from engine.execution.runner import CpuRunner
+from engine.executor import DeviceLimits
+from engine.kv.tiers import TierSizes
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.scheduling.usage import PreemptionKind
+from engine.sequence import Sequence
+from engine.transfer import StoredBlock, TransferKind
+from streamkv.config import EngineConfig
+from streamkv.model_files import ModelFiles, ReportProgress
+from streamkv.protocol import pack_ids
+from tests.support.driven_engine import DrivenEngine, generated
+from tests.support.oracle import SHORT, Case, check
+from tests.support.reference_model import reference_folder
+
+BORDER_BLOCK_SIZE = 48
+"""So that the oracle's prompts, which have 38 tokens or more, come to both borders of the first two blocks."""
+BY_NAME = {case.name: case for case in SHORT}
+
+LoadRunner = Callable[[int, Path | None], tuple[CpuRunner, DeviceLimits]]
+
+
+@pytest.fixture(scope="module")
+def load_runner() -> Iterator[LoadRunner]:
+    """(block size, folder for the disk tier) → a runner with a host tier, in float32. The weights are read once."""
+    loaded: list[tuple[Decoder, ModelConfig]] = []
+    runners: list[CpuRunner] = []
+
+    def load_once(files: ModelFiles, dtype: torch.dtype, report: ReportProgress) -> tuple[Decoder, ModelConfig]:
+        if not loaded:
+            loaded.append(load_model(files, dtype, report))
+        return loaded[0]
+
+    def load(block_size: int, disk: Path | None) -> tuple[CpuRunner, DeviceLimits]:
+        runner = CpuRunner(
+            EngineConfig(
+                model=str(reference_folder()),
+                dtype="float32",
+                block_size=block_size,
+                kv_cache_memory_gib=0.2,
+                max_num_batched_tokens=256,
+                host_kv_memory_gib=0.1,
+                disk_kv_path=str(disk or ""),
+                disk_kv_size_gib=0.25,
+            )
+        )
+        runners.append(runner)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runner_module, "load_model", load_once)
+            _, limits = runner.load(lambda stage, percent: None)
+        return runner, limits
+
+    yield load
+    for runner in runners:
+        runner.close()
+
+
+@pytest.fixture(scope="module")
+def border_runner(load_runner: LoadRunner) -> CpuRunner:
+    return load_runner(BORDER_BLOCK_SIZE, None)[0]
+
+
+def run(engine: DrivenEngine, cases: list[Case], n: int = 1) -> list[Sequence]:
+    return engine.run([(case.prompt, len(case.tokens)) for case in cases], n)
+
+
+def push_out(engine: DrivenEngine, num_blocks: int) -> None:
+    """Compute other prompts, block by block, so that there is time to copy down what makes room for them."""
+    for i in range(num_blocks):
+        first = 300 + 100 * i + num_blocks
+        engine.run([(list(range(first, first + engine.blocks.block_size)), 1)])
+
+
+def spoil_block(folder: Path, token_ids: list[int]) -> Path:
+    """Flip a bit in the keys and values of the stored block with these tokens."""
+    packed = pack_ids(token_ids)
+    (path,) = [path for path in folder.rglob("*.kv") if packed in path.read_bytes()[:1024]]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("length", [47, 48, 49, 95, 96, 97])
+def test_preempted_at_the_borders_of_blocks(border_runner: CpuRunner, length: int, mode: PreemptionKind) -> None:
+    """At B - 1, B, B + 1, 2B - 1, 2B, 2B + 1 tokens, because the one before it needs a block for its 49th."""
+    first = BY_NAME["capital"].first(9)
+    num_steps = BORDER_BLOCK_SIZE + 1 - len(first.prompt)
+    victim = BY_NAME["system-json" if length < 50 else "multi-turn"]
+    victim = victim.begun(length - num_steps - len(victim.prompt)).first(num_steps + 5)
+    num_blocks = 1 + -(-(length - 1) // BORDER_BLOCK_SIZE)
+    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, num_blocks, TierSizes(4), mode)
+    sequences = run(engine, [first, victim])
+    counts = engine.scheduler.counts
+    assert counts.preemptions == {mode: 1}
+    assert (sequences[1].num_preemptions, sequences[1].num_recompute) == (1, length - 1)
+    assert (counts.num_transfers[TransferKind.HOST_TO_DEVICE] > 0) == (mode == "swap")
+    for case, sequence in zip((first, victim), sequences, strict=True):
+        check(case, generated(sequence))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_four_choices_that_share_a_prompt_and_are_preempted(border_runner: CpuRunner, mode: PreemptionKind) -> None:
+    cases = [BY_NAME["capital"].first(10), BY_NAME["cjk"].first(10)]
+    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, 6, TierSizes(8), mode)
+    sequences = run(engine, cases, n=4)
+    assert engine.scheduler.counts.preemptions[mode] == engine.scheduler.counts.num_preemptions > 0
+    assert engine.scheduler.num_block_copies > 0
+    for i, sequence in enumerate(sequences):
+        check(cases[i // 4], generated(sequence))
+
+
+def test_blocks_that_were_evicted_to_host_memory_and_came_back(border_runner: CpuRunner) -> None:
+    """Two whole blocks and a part of one; for one sequence, and for four."""
+    case = BY_NAME["code-explain"].first(5)
+    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, 7, TierSizes(16), "swap")
+    check(case, generated(run(engine, [case])[0]))
+    for n in (1, 4):
+        push_out(engine, 7 + n)
+        before = engine.blocks.tier_counts.num_host_hit_tokens
+        for sequence in run(engine, [case], n):
+            assert sequence.num_cached_tokens == len(case.prompt) - 1
+            check(case, generated(sequence))
+        assert engine.blocks.tier_counts.num_host_hit_tokens - before == len(case.prompt) - 1
+
+
+def test_blocks_that_went_to_disk_and_came_back_in_this_life_and_the_next_with_a_damaged_file_among_them(
+    load_runner: LoadRunner, tmp_path: Path
+) -> None:
+    block_size, case = 16, BY_NAME["emoji-mixed"].first(5)
+    num_prompt = len(case.prompt)
+    stored: list[list[StoredBlock]] = []
+
+    def start() -> DrivenEngine:
+        runner, limits = load_runner(block_size, tmp_path)
+        stored.append(limits.stored)
+        return DrivenEngine(runner, block_size, 10, TierSizes(10, limits.num_disk_blocks, limits.stored), "swap")
+
+    def check_from_disk(engine: DrivenEngine, num_tokens: int, n: int = 1) -> None:
+        before = engine.blocks.tier_counts.num_disk_hit_tokens
+        for sequence in run(engine, [case], n):
+            check(case, generated(sequence))
+        assert engine.blocks.tier_counts.num_disk_hit_tokens - before == num_tokens
+
+    def end(engine: DrivenEngine) -> None:
+        engine.flush()
+        engine.runner.close()
+
+    engine = start()
+    check_from_disk(engine, 0)
+    push_out(engine, 22)
+    check_from_disk(engine, num_prompt - 1)
+    end(engine)
+
+    engine = start()
+    check_from_disk(engine, num_prompt - 1, n=4)
+    assert engine.blocks.tier_counts.num_damaged_disk_blocks == 0
+    end(engine)
+
+    spoilt = spoil_block(tmp_path, case.prompt[2 * block_size : 3 * block_size])
+    engine = start()
+    check_from_disk(engine, 2 * block_size)
+    assert engine.blocks.tier_counts.num_damaged_disk_blocks == 1
+    end(engine)
+
+    engine = start()
+    check_from_disk(engine, num_prompt - 1)
+    assert spoilt.exists(), "it was computed again, and written again"
+    engine.runner.close()
+    assert [bool(each) for each in stored] == [False, True, True, True]

@@ -1,0 +1,45 @@
+"""What transformers generates greedily in float32 with the reference model, and how to compare with it.
+
+tests/data/smol135m-greedy.json holds it, and says how it was made.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+FLOAT32_NEAR_TIE = 1e-3
+BFLOAT16_NEAR_TIE = 0.25
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]
+    """Per step: the highest logit over the second."""
+
+    def begun(self, num_tokens: int) -> "Case":
+        """The same with so many of its tokens as a part of the prompt."""
+        prompt = self.prompt + self.tokens[:num_tokens]
+        return Case(f"{self.name}+{num_tokens}", prompt, self.tokens[num_tokens:], self.margins[num_tokens:])
+
+    def first(self, num_tokens: int) -> "Case":
+        """The same, ended after so many tokens."""
+        return Case(self.name, self.prompt, self.tokens[:num_tokens], self.margins[:num_tokens])
+
+
+CASES = [
+    Case(case["name"], case["prompt_token_ids"], case["token_ids"], case["margins"])
+    for case in json.loads((Path(__file__).parents[1] / "data" / "smol135m-greedy.json").read_text())["cases"]
+]
+SHORT = [case for case in CASES if len(case.prompt) < 150]
+
+
+def check(case: Case, tokens: list[int], near_tie: float = FLOAT32_NEAR_TIE) -> None:
+    """Equal to the oracle, up to a first difference at a step where it was nearly a tie."""
+    assert len(tokens) == len(case.tokens)
+    for step, (got, wanted, margin) in enumerate(zip(tokens, case.tokens, case.margins, strict=True)):
+        if got != wanted:
+            assert margin < near_tie, f"{case.name}: step {step} gave {got} and not {wanted}, by a margin of {margin}"
+            return
