@@ -320,13 +320,14 @@ class EngineLoop:
         self._blocks.flush()
         while not self._must_end_now:
             self._start_transfers()
-            left_s = until_s - self._clock()
             if not self._blocks.num_unfinished_transfers:
                 return
-            if left_s <= 0:
+            now_s = self._clock()
+            if now_s >= until_s:
                 logger.info("not all of the cache was written to disk", extra=fields(limit_s=_FLUSH_LIMIT_S))
                 return
-            self._socket.wait(left_s)
+            self._heartbeat_if_due(now_s)
+            self._socket.wait(max(0.0, min(until_s, self._next_heartbeat_s) - now_s))
             for gateway_id, message in self._inbox.receive():
                 self._handle(gateway_id, message)
             self._finish_transfers()

@@ -1,4 +1,4 @@
-"""The command line: `streamkv serve | engine | gateway | chat | bench | fetch | keygen`.
+"""The command line: `streamkv serve | engine | gateway | chat | bench | simulate | fetch | keygen`.
 
 Starts each part by its module's name and imports none of them, so that help and a wrong setting cost no
 second of loading.
@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "gateway": "the gateway alone, for an engine that runs elsewhere (--endpoint)",
     "chat": "talk to a model in the terminal; works with any OpenAI-compatible server",
     "bench": "load any OpenAI-compatible server with a workload or a recorded trace, and report its latency",
+    "simulate": "the scheduler and KV memory on a simulated device: a workload's figures, or random faults from a seed",
     "fetch": "download a model ahead of the first start",
     "keygen": "make the key pair that an engine or a gateway needs for tcp between machines",
 }
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             exit_with(error)
     else:
-        module = f"streamkv.tools.{command}"
+        module = "engine.simulation" if command == "simulate" else f"streamkv.tools.{command}"
     sys.argv = [f"streamkv {command}", *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

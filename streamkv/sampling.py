@@ -49,10 +49,11 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """Generate so many choices and return the n with the highest mean log probability; 0: n. At least n, at most 128.
     More than n are only returned when all have ended."""
     beam_width: int = 0
-    """Beam search with so many beams, at least n, of which the best n are returned; 0: none. Takes no randomness:
-    temperature must be 0, and best_of must be 0."""
+    """Beam search with so many beams, at least n, of which the best n are returned; 0: none. Takes no randomness and
+    no filter: temperature and best_of must be 0, top_k, top_p and min_p off."""
     length_penalty: float = 1.0
-    """Beams are compared by the sum of their log probabilities over their length to this power, -10 .. 10."""
+    """Finished beams are compared by the sum of their log probabilities over their length to this power, -10 .. 10.
+    The search ends as that of transformers with early_stopping=False (engine/scheduling/beam_search.py)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
@@ -91,6 +92,15 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
                 )
             if self.temperature:
                 raise InvalidField("temperature", f"must be 0 for beam search, got {self.temperature:g}")
+            for field, value, off in (
+                ("top_k", max(self.top_k, 0), 0),
+                ("top_p", self.top_p, 1),
+                ("min_p", self.min_p, 0),
+            ):
+                if value != off:
+                    raise InvalidField(
+                        field, f"must be {off} for beam search, which looks at all tokens, got {value:g}"
+                    )
         _check_range("length_penalty", self.length_penalty, -10.0, 10.0)
 
     @property

@@ -81,7 +81,7 @@ class DiskStore:
 
         Raises ConfigError: it cannot be made, written or locked, or another engine has it.
         """
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(path)
         self._root = -1
         self._lock = -1
         self._folder = -1
@@ -90,6 +90,7 @@ class DiskStore:
         self._payload_bytes = 0
         self._num_faults: dict[str, int] = {}
         try:
+            self.path = self.path.expanduser().absolute()
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._root = os.open(self.path, os.O_DIRECTORY | os.O_CLOEXEC)
             flags = os.O_RDWR | os.O_CREAT | _OPEN
@@ -98,13 +99,14 @@ class DiskStore:
         except ConfigError:
             self.close()
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # NUL in the path; no such user behind ~
             self.close()
             raise self._unusable(error) from error
 
     def _acquire(self, wait_s: float) -> None:
         """The kernel lets go of the lock when the process ends, however it ends."""
         until_s = time.monotonic() + wait_s
+        is_told = False
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,6 +119,9 @@ class DiskStore:
                         f"{self.path} is in use by another engine (process {owner or 'unknown'}); "
                         "give each engine a folder of its own",
                     ) from None
+            if not is_told:
+                logger.info("waiting for the engine that uses this folder", extra=fields(path=str(self.path)))
+                is_told = True
             time.sleep(_LOCK_POLL_S)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)

@@ -24,9 +24,9 @@ def _copy_blocks_kernel(
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """target[:, pairs[i, 1]] = source[:, pairs[i, 0]] for all i, in one launch.
 
-    source, target: [num_planes, num_blocks, ...], contiguous, of one dtype and block shape; the number of blocks may differ.
-        A plane is the keys or the values of one layer. They may be the same tensor, and either may be pinned host memory.
-    pairs: [n, 2] int32 on the device. No block is written twice, and within one tensor none is both read and written. n may be 0.
+    source, target: [num_planes, num_blocks, ...], contiguous, of one dtype and block shape; num_blocks may differ. A
+        plane is the keys or the values of one layer. They may be one tensor, and either may be pinned host memory.
+    pairs: [n, 2] int32 on the device; n may be 0. No block is written twice; in one tensor none is read and written.
     Moves 2 * n * num_planes blocks and is bound by that. Raises ValueError for tensors that do not fit together.
     """
     if not (source.is_contiguous() and target.is_contiguous()):

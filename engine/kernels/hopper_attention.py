@@ -1,15 +1,14 @@
-"""Attention of long queries on Hopper: the long kernel of `paged_attention`, with its warps specialised.
+"""Attention of long queries on Hopper: what `long_attention` does, with its warps specialised.
 
 Four warps bring tiles of keys and values into shared memory and eight multiply, in two groups of 64 rows. A group has
 the product with the keys of the next tile under way while it works out the weights of this one, and the two groups take
 turns by themselves: so the matrix unit does not wait for the exponentials (Shah et al., arXiv 2407.08608).
 
-Tiles of the context are gathered row by row through the block table; tiles of the packed keys and values, which lie in
-one piece, come by the copy engine. Both kinds pass through the same buffers and barriers.
+Tiles of the context are gathered row by row through the block table; whole tiles of the packed keys and values, which
+lie in one piece, come by the copy engine. Both kinds pass through the same buffers and barriers.
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,13 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.kernels.attention_plan import QUERY_ROWS, AttentionPlan
-
-_GROUP_ROWS = QUERY_ROWS // 2
-"""Rows of one group of four multiplying warps."""
+from engine.kernels.short_attention import LOG2_E
 
 
 @gluon.jit
 def _load_tiles(
+    key_ptr,
+    value_ptr,
     key_cache_ptr,
     value_cache_ptr,
     key_desc,
@@ -48,6 +47,8 @@ def _load_tiles(
     packed_first,
     num_packed,
     paged_end,
+    query_len,
+    packed_stride,
     HEAD_DIM: gl.constexpr,
     SLOT_STRIDE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -77,7 +78,9 @@ def _load_tiles(
         async_copy.async_copy_global_to_shared(values.index(buffer), value_cache_ptr + offsets, mask=is_read)
         async_copy.mbarrier_arrive(value_full.index(buffer), increment_count=False)
     if NEW_IS_PACKED:
-        for i in range(num_packed):
+        # The copy engine would fetch what stands behind the sequence, too. A weight of zero does not silence NaN.
+        num_whole = gl.minimum(num_packed, (query_len - packed_first) // TILE)
+        for i in range(num_whole):
             tile = num_paged + i
             buffer = tile % STAGES
             phase = (tile // STAGES & 1) ^ 1
@@ -95,6 +98,19 @@ def _load_tiles(
                 value_desc, [row, kv_head * HEAD_DIM], value_full.index(buffer), values.index(buffer)
             )
             mbarrier.arrive(value_full.index(buffer), count=127)
+        if num_whole < num_packed:
+            tile = num_paged + num_whole
+            buffer = tile % STAGES
+            phase = (tile // STAGES & 1) ^ 1
+            new_tokens = packed_first + num_whole * TILE + rows
+            offsets = (packed_start + new_tokens).to(gl.int64)[:, None] * packed_stride + in_head[None, :]
+            is_read = (new_tokens < query_len)[:, None] & (dims >= 0)[None, :]
+            mbarrier.wait(key_empty.index(buffer), phase)
+            async_copy.async_copy_global_to_shared(keys.index(buffer), key_ptr + offsets, mask=is_read)
+            async_copy.mbarrier_arrive(key_full.index(buffer), increment_count=False)
+            mbarrier.wait(value_empty.index(buffer), phase)
+            async_copy.async_copy_global_to_shared(values.index(buffer), value_ptr + offsets, mask=is_read)
+            async_copy.mbarrier_arrive(value_full.index(buffer), increment_count=False)
 
 
 @gluon.jit
@@ -267,9 +283,11 @@ def _capped(scores, scale_log2, soft_cap):
 
 
 @gluon.jit
-def _hopper_long_kernel(
+def _hopper_kernel(
     out_ptr,
     query_ptr,
+    key_ptr,
+    value_ptr,
     key_desc,
     value_desc,
     key_cache_ptr,
@@ -280,6 +298,7 @@ def _hopper_long_kernel(
     scale_log2,
     soft_cap,
     query_stride,
+    packed_stride,
     out_stride,
     table_stride,
     GROUP: gl.constexpr,
@@ -350,9 +369,10 @@ def _hopper_long_kernel(
                     1, GROUP, HEAD_DIM, TILE, STAGES, WINDOW, SOFT_CAP, NEW_IS_PACKED, ROWS,
                 )),
                 (_load_tiles, (
-                    key_cache_ptr, value_cache_ptr, key_desc, value_desc, table_ptr, keys, values, key_full, key_empty,
-                    value_full, value_empty, kv_head, query_start, paged_first, num_paged, packed_first, num_packed,
-                    paged_end, HEAD_DIM, SLOT_STRIDE, BLOCK_SIZE, TILE, STAGES, NEW_IS_PACKED,
+                    key_ptr, value_ptr, key_cache_ptr, value_cache_ptr, key_desc, value_desc, table_ptr, keys, values,
+                    key_full, key_empty, value_full, value_empty, kv_head, query_start, paged_first, num_paged,
+                    packed_first, num_packed, paged_end, query_len, packed_stride, HEAD_DIM, SLOT_STRIDE, BLOCK_SIZE,
+                    TILE, STAGES, NEW_IS_PACKED,
                 )),
             ],
             [4, 4],
@@ -361,7 +381,21 @@ def _hopper_long_kernel(
         # fmt: on
 
 
-def hopper_long_attention(
+def takes_hopper_attention(
+    query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None, key_cache: torch.Tensor
+) -> bool:
+    """Whether `hopper_attention` does this: the device, dtypes, head size, and what the copy engine can address."""
+    if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device)[0] != 9:
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16) or key_cache.dtype != query.dtype:
+        return False
+    if query.shape[2] not in (64, 128, 256):
+        return False
+    packed = [] if key is None or value is None else [key, value]
+    return all(new.data_ptr() % 16 == 0 and new.stride(0) % 8 == 0 for new in packed)
+
+
+def hopper_attention(
     out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor | None,
@@ -369,18 +403,14 @@ def hopper_long_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
-    plan: AttentionPlan,
-    scale_log2: float,
-    soft_cap: float,
     num_items: int,
-    *,
-    tile: int = 128,
-    stages: int = 2,
-    load_registers: int = 40,
-    multiply_registers: int = 232,
+    plan: AttentionPlan,
+    scale: float,
+    soft_cap: float,
 ) -> None:
-    """Launch. Shapes are those of `paged_attention`, which checks them; float16 or bfloat16, head_dim 64, 128 or 256."""
-    num_kv_heads, head_dim = key_cache.shape[2:]
+    """As `long_attention`, for what `takes_hopper_attention`."""
+    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
+    tile = 64 if head_dim == 256 else 128
     key_desc, value_desc = None, None
     if key is not None and value is not None:
         dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
@@ -388,9 +418,11 @@ def hopper_long_attention(
         shape, strides = [key.shape[0], num_kv_heads * head_dim], [key.stride(0), 1]
         key_desc = TensorDescriptor(key, shape, strides, [tile, head_dim], layout)
         value_desc = TensorDescriptor(value, shape, strides, [tile, head_dim], layout)
-    _hopper_long_kernel[num_kv_heads, num_items](
+    _hopper_kernel[num_kv_heads, num_items](
         out,
         query,
+        key,
+        value,
         key_desc,
         value_desc,
         key_cache,
@@ -398,22 +430,24 @@ def hopper_long_attention(
         block_tables,
         plan.query_tiles,
         plan.num_query_tiles,
-        scale_log2,
+        scale if soft_cap else scale * LOG2_E,
         soft_cap,
         query.stride(0),
+        key.stride(0) if key is not None else 0,
         out.stride(0),
         block_tables.stride(0),
         GROUP=plan.group_size,
         HEAD_DIM=head_dim,
         SLOT_STRIDE=num_kv_heads * head_dim,
-        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_SIZE=block_size,
         WINDOW=plan.sliding_window,
         SOFT_CAP=soft_cap != 0.0,
         NEW_IS_PACKED=key is not None,
-        ROWS=_GROUP_ROWS,
+        ROWS=QUERY_ROWS // 2,
         TILE=tile,
-        STAGES=stages,
-        LOAD_REGISTERS=load_registers,
-        MULTIPLY_REGISTERS=multiply_registers,
+        # Gathered tiles come less evenly. For 256 dimensions there is no room for more than two.
+        STAGES=3 if key is None and head_dim != 256 else 2,
+        LOAD_REGISTERS=40,
+        MULTIPLY_REGISTERS=232,
         num_warps=4,
     )

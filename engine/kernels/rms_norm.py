@@ -47,7 +47,7 @@ def rms_norm(
 
     Rounds as transformers' Llama does: normalise in float32, round to x's dtype, multiply by the weight.
     x: [num_rows, size], rows in one piece; weight: [size]; residual: like x, changed in place.
-    Returns [num_rows, size]: `out` (which may be x) or a new tensor. Reads and writes each row once and is bound by that.
+    Returns [num_rows, size]: `out` (which may be x) or a new tensor. Reads and writes each row once, bound by that.
     Raises ValueError when the rows are not in one piece.
     """
     num_rows, size = x.shape

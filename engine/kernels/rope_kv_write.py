@@ -165,16 +165,16 @@ def rope_kv_write(
 ) -> None:
     """Normalise (Qwen3) and turn query and key in place, and write key and value to the cache.
 
-    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; heads side by side, and a
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; heads side by side; a
         token's rows may be parts of one wider matrix.
-    turns: [num_positions, rotary_dim] float32: cosines of a position's rotary_dim / 2 angles, then sines; what a kind of
-        scaling does to frequencies or amplitude is in it. Dimensions from rotary_dim on do not turn.
+    turns: [num_positions, rotary_dim] float32: cosines of a position's rotary_dim / 2 angles, then sines; what a kind
+        of scaling does to frequencies or amplitude is in it. Dimensions from rotary_dim on do not turn.
     positions, slots: [num_tokens] int32 or int64. Two tokens with one slot: either may win (padding writes to block 0).
     key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, in the query's dtype or
         float8_e4m3fn; then values are divided by key_scale and value_scale, [num_kv_heads] float32, and cut at 448.
     pairs_side_by_side: dimension 2 i turns with 2 i + 1; else i with i + rotary_dim / 2.
     query_norm, key_norm: [head_dim], RMSNorm over each head before it turns, with `eps`; both or none.
-    Computed in float32, rounded to the query's dtype. Bound by memory. Raises ValueError for what does not fit together.
+    Computed in float32, rounded to the query's dtype. Bound by memory. Raises ValueError for what does not fit.
     """
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -185,7 +185,9 @@ def rope_kv_write(
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()) or key_cache.shape[2:] != key.shape[1:]:
         raise ValueError(f"the caches must be contiguous and end in {list(key.shape[1:])}, got {list(key_cache.shape)}")
     if rotary_dim % 2 or rotary_dim > head_dim or turns.dtype != torch.float32:
-        raise ValueError(f"turns must be float32 and even, at most {head_dim} wide, got {turns.dtype} {list(turns.shape)}")
+        raise ValueError(
+            f"turns must be float32 and even, at most {head_dim} wide, got {turns.dtype} {list(turns.shape)}"
+        )
     is_scaled = key_cache.dtype == torch.float8_e4m3fn
     if is_scaled and (key_scale is None or value_scale is None):
         raise ValueError("a float8 cache needs key_scale and value_scale")

@@ -342,7 +342,7 @@ class BlockManager:
             elif child.block_id != block_id:
                 if not child.block_id:
                     tree.adopt(child, block_id)
-                elif not self.pool.ref_counts[child.block_id] and child.arrival is None:
+                elif not self.pool.ref_counts[child.block_id]:
                     tree.replace(child, block_id)
                 else:
                     place.is_duplicate = True
@@ -568,7 +568,11 @@ class BlockManager:
                 sequence.num_computed += arrival.num_tokens
                 if not arrival.is_own:
                     self.places[sequence].node = arrival.node
-        if sequence is None or fetch.num_settled < len(arrivals):
+        if fetch.num_settled < len(arrivals):
+            return False
+        arrivals.clear()
+        fetch.num_settled = 0
+        if sequence is None:
             return False
         self._end_fetch(fetch)
         return True

@@ -30,13 +30,13 @@ _MAX_BATCH: Final = 64
 _MAX_LOOK_AHEAD: Final = 256
 """Cached blocks that one look ahead takes down, about 4 µs each; or as many as a plan took of late."""
 _READY_SHARE: Final = 1 / 8
-"""Of the pool, that should be free or have a copy below."""
+"""Of the device and of host memory, that should be free or have a copy below."""
 _READY_STEPS: Final = 2
-"""Or as many blocks as so many of the last plans took, if that is more."""
+"""Or as many blocks as so many of the last steps took, if that is more."""
+_SLACK: Final = 1 / 4
+"""Of these blocks, that may be missing: what goes down goes in few transfers."""
 _MAX_SPARED: Final = 128
 """Blocks passed over in search of one whose loss takes no copies with it."""
-_HOST_READY_SHARE: Final = 1 / 8
-"""Of host memory, that should be free or have a copy on disk."""
 _MAX_STORING: Final = 8 * _MAX_BATCH
 """Blocks on their way to disk: enough to keep it busy. What it cannot keep up with is lost, rather than in the way."""
 
@@ -75,6 +75,9 @@ class TieredTree(PrefixTree):
         self._next_transfer_id = 1
         self._num_looks = 1
         self._num_walks = 0
+        self._num_host_taken = 0
+        """Host blocks since the last look ahead."""
+        self._num_host_taken_of_late = 0
         self._num_storing = 0
         """Blocks on their way to disk."""
         self._flushed_at = 0
@@ -254,11 +257,12 @@ class TieredTree(PrefixTree):
     def _least_lost(self) -> Node:
         """Which block without a copy below goes first. Those below it would go with it, although they were copied down
         with care; so first it is another's turn, if one is near that has none. Its own copy will soon be begun."""
-        for node in islice(self.cached, _MAX_SPARED):
-            is_below = node.host_id or node.disk_id
-            if not node.children or (is_below and not any(child.block_id for child in node.children.values())):
-                return node
-        return next(iter(self.cached))
+        first = next(iter(self.cached))
+        if first.children and not first.host_id and not first.disk_id:
+            for node in islice(self.cached, _MAX_SPARED):
+                if not node.children:
+                    return node
+        return first
 
     def replace(self, node: Node, block_id: int) -> None:
         self._leave_device(node)
@@ -274,12 +278,14 @@ class TieredTree(PrefixTree):
         while below:
             node = below.pop()
             below += node.children.values()
+            # So that they are freed at once, and not when the garbage collector finds the circle.
+            node.children.clear()
+            node.keys.clear()
             node.is_attached = False
             if node.block_id:
                 self._leave_device(node)
             if node.host_id:
                 self.host.release(node)
-                node.is_landing = False
             if node.disk_id:
                 self._leave_disk(node)
         if isinstance(parent, Root):
@@ -422,17 +428,20 @@ class TieredTree(PrefixTree):
         if self._flushed_at:
             self._go_on_flushing()
             return
-        pool = self._pool
-        num_wanted = min(max(1, int(pool.num_blocks * _READY_SHARE), _READY_STEPS * num_taken), pool.num_blocks // 2)
-        num_wanted -= pool.num_free + len(self.saved) + len(self.adrift)
-        if num_wanted > 0 and self.cached:
+        pool, host = self._pool, self.host
+        # What is copied down must not push out what was copied just before, and still waits to be evicted.
+        num_ready = _num_ready(pool.num_blocks, num_taken, min(pool.num_blocks, host.num_blocks))
+        num_wanted = num_ready - pool.num_free - len(self.saved) - len(self.adrift)
+        if num_wanted > num_ready * _SLACK and self.cached:
             self._save_coldest(min(num_wanted, max(_MAX_LOOK_AHEAD, num_taken)))
         if self.num_disk_blocks:
-            host = self.host
-            num_wanted = max(1, int(host.num_blocks * _HOST_READY_SHARE)) - len(host.free) - len(host.saved)
-            num_wanted = min(num_wanted, _MAX_STORING - self._num_storing)
-            if num_wanted > 0 and host.cached:
-                self._store_coldest(num_wanted)
+            self._num_host_taken_of_late = max(self._num_host_taken, self._num_host_taken_of_late * 7 // 8)
+            self._num_host_taken = 0
+            num_ready = _num_ready(host.num_blocks, self._num_host_taken_of_late, host.num_blocks)
+            num_wanted = num_ready - len(host.free) - len(host.saved)
+            if num_wanted > num_ready * _SLACK and host.cached and self._num_storing < _MAX_STORING:
+                most = max(1, min(self.num_disk_blocks // 4, _MAX_STORING - self._num_storing))
+                self._store_coldest(min(num_wanted, most))
 
     def _save_coldest(self, num_wanted: int) -> None:
         """Of the blocks that nobody owns, let so many that go first have a copy below."""
@@ -515,7 +524,9 @@ class TieredTree(PrefixTree):
     def _take_host(self, count: int) -> list[int]:
         """Up to so many host blocks, pinned once each. Their nodes are dropped from there, the coldest first; at the
         end, only those that are on disk."""
-        host, num_missing = self.host, count - len(self.host.free)
+        host = self.host
+        self._num_host_taken += count
+        num_missing = min(count, host.num_obtainable) - len(host.free)
         if num_missing > 0:
             coldest: dict[Node, None] = {}
             spared: list[Node] = []
@@ -659,8 +670,7 @@ class TieredTree(PrefixTree):
         transfer = running.transfer
         for node, block_id, host_id in zip(running.nodes, transfer.block_ids, transfer.host_ids, strict=True):
             self.host.unpin(host_id)
-            if node.host_id == host_id:
-                node.is_landing = False
+            node.is_landing = False
             if block_id in self.adrift:
                 self.adrift.remove(block_id)
                 self._pool.put_back(block_id)
@@ -684,10 +694,12 @@ class TieredTree(PrefixTree):
     def _finish_store(self, running: RunningTransfer, failed: frozenset[int]) -> None:
         transfer = running.transfer
         for i, (node, host_id) in enumerate(zip(running.nodes, transfer.host_ids, strict=True)):
+            self.host.unpin(host_id)
             if i in failed and node.disk_id == transfer.transfer_id:
                 del self.disk[node]
                 node.disk_id = 0
-            self.host.unpin(host_id)
+                if self._flushed_at:  # it was to go before those below it, as only what is on disk may
+                    self._use_host([node])
         self._num_storing -= len(running.nodes)
         self.counts.num_stored_to_disk += len(running.nodes) - len(failed)
 
@@ -722,6 +734,11 @@ class TieredTree(PrefixTree):
             node.disk_id = 0
         if not node.block_id:
             self.drop(node)
+
+
+def _num_ready(num_blocks: int, num_taken: int, num_limiting: int) -> int:
+    """Of so many blocks, those that should be free or have a copy below: at most half of the limiting number."""
+    return max(1, min(max(int(num_blocks * _READY_SHARE), _READY_STEPS * num_taken), num_limiting // 2))
 
 
 def _batches(items: list[_T]) -> Iterator[list[_T]]:

@@ -249,6 +249,9 @@ class Admission:
         """Tokens that a sequence which runs or waits has still to compute."""
         if sequence.block_table or sequence.num_pending:
             return sequence.num_tokens - sequence.num_computed
+        group = self._roster.beam_groups.get(sequence.request)
+        if group is not None and group.has_branched:
+            return self._beams.num_remaining(sequence)
         return sequence.num_tokens - self._blocks.find(sequence).num_tokens
 
     def _find_parent(self, draft: StepDraft, sequence: Sequence) -> tuple[Sequence | None, bool]:

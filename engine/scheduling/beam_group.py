@@ -41,12 +41,13 @@ class BeamGroup:
         return sum([beam.state is SequenceState.RUNNING for beam in self.live])
 
     @property
-    def num_waiting(self) -> int:
-        return sum([beam.state is SequenceState.WAITING for beam in self.live])
-
-    @property
-    def is_prefilling(self) -> bool:
-        return any(beam.is_prefilling for beam in self.live)
+    def holds_partial(self) -> bool:
+        """Whether one of the unfinished prefills that a step may leave is kept for it: its beams that wait need one."""
+        return (
+            self.is_rebuilding
+            and any(beam.state is SequenceState.WAITING for beam in self.live)
+            and not any(beam.is_prefilling for beam in self.live)
+        )
 
     @property
     def is_complete(self) -> bool:

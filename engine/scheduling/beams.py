@@ -190,34 +190,34 @@ class Beams:
     # a group begins again
 
     def admit(self, draft: StepDraft, beam: Sequence, group: BeamGroup) -> Outcome:
-        """A waiting beam's turn: see to it that its group has room, then start it. The caller takes it out of the queue
-        if it was admitted."""
-        if not group.is_rebuilding:
-            outcome = self._hold_room(draft, beam, group)
-            if outcome is not Outcome.ADMITTED:
-                draft.sharing.add(group.request)
-                return outcome
+        """A waiting beam's turn, the first of its group: hold room for all of them, and start it. The caller takes it
+        out of the queue if it was admitted."""
+        draft.sharing.add(group.request)
+        if group.is_rebuilding:
+            return Outcome.SKIPPED  # `rebuild` starts the others
+        outcome = self._hold_room(draft, beam, group)
+        if outcome is not Outcome.ADMITTED:
+            return outcome
         if self._start(draft, beam, group):
+            draft.num_partial += group.holds_partial
             return Outcome.ADMITTED
-        if group.num_running == 0:
-            self._hold_blocks(group, 0)  # without a beam that runs nothing is sure to go on
-            group.is_rebuilding = False
-            self._roster.hold(group)
-            draft.sharing.add(group.request)
+        # What holds room and has nothing that runs might wait for those who wait for its room.
+        self._hold_blocks(group, 0)
+        group.is_rebuilding = False
+        self._roster.hold(group)
         return Outcome.SKIPPED
 
     def rebuild(self, draft: StepDraft) -> None:
         """Start what can start of the groups that have room. Before others are admitted: these hold what they need."""
-        incomplete = [group for group in self._groups.values() if group.is_rebuilding and group.num_waiting]
-        # One place among the unfinished prefills is theirs as well.
-        draft.num_partial += sum([not group.is_prefilling for group in incomplete])
-        for group in incomplete:
-            draft.num_partial -= not group.is_prefilling
+        rebuilding = [group for group in self._groups.values() if group.is_rebuilding]
+        draft.num_partial += sum([group.holds_partial for group in rebuilding])
+        for group in rebuilding:
+            draft.sharing.add(group.request)
+            draft.num_partial -= group.holds_partial
             for beam in group.live:
                 if beam.state is SequenceState.WAITING and self._start(draft, beam, group):
                     self._roster.waiting.remove(beam)
-            draft.num_partial += bool(group.num_waiting) and not group.is_prefilling
-            draft.sharing.add(group.request)
+            draft.num_partial += group.holds_partial
 
     def rebuild_alone(self, draft: StepDraft) -> bool:
         """Without chunked prefill: give a beam a step of its own, over the budget, if it is too long for another."""
@@ -247,6 +247,8 @@ class Beams:
             return Outcome.SKIPPED
         if self._roster.num_places_taken + group.width > self._limits.max_running:
             return Outcome.BLOCKED
+        if draft.num_partial >= self._limits.max_num_partial_prefills:
+            return Outcome.SKIPPED
         if not self._pressure.make_room_for_waiting(draft, beam, num_needed, None):
             return Outcome.BLOCKED
         group.arrived.clear()
@@ -266,10 +268,9 @@ class Beams:
                 parent, shared = other, common
         if parent is not None and (parent.is_prefilling or parent in draft.prefilling or parent in draft.decoding):
             return False  # what it shares is computed in this step or later
-        match = blocks.find(beam)
+        match = self._find(beam)
         if parent is not None:
             # A fork takes what is held for this beam. The cache may have more of it, but must not cost more.
-            match = Match(match.node, match.node.depth * blocks.block_size, None)
             num_taken = blocks.num_claimed(match) + blocks.num_needed_after(match.num_tokens, num_tokens)
             if match.num_tokens > shared and num_taken <= blocks.num_needed_after(shared, num_tokens):
                 parent = None
@@ -288,14 +289,23 @@ class Beams:
             return False
         if parent is not None:
             blocks.fork(parent, beam, start)
-        elif (copy := blocks.share(beam, match)) is not None:
-            draft.block_copies.append(copy)
+        else:
+            blocks.share(beam, match)
         beam.must_progress = True
         self._roster.start(beam, is_prefilling=num_tokens - start > 1 or start < beam.num_prompt)
         self._roster.hold(group)
         draft.schedule(beam, start + chunk)
         draft.num_partial += is_partial
         return True
+
+    def num_remaining(self, beam: Sequence) -> int:
+        """Tokens that a waiting beam has to compute at most, if it starts now."""
+        return beam.num_tokens - self._find(beam).num_tokens
+
+    def _find(self, beam: Sequence) -> Match:
+        """What the cache has of it in whole blocks: to copy a part of one takes a block that is not held."""
+        node = self._blocks.find(beam).node
+        return Match(node, node.depth * self._blocks.block_size, None)
 
     def _hold_blocks(self, group: BeamGroup, num_blocks: int) -> None:
         self._blocks.num_held_blocks += num_blocks - group.num_held_blocks

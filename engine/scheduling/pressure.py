@@ -90,7 +90,7 @@ class Pressure:
         if group is None:
             self._take_blocks(sequence, self._transfers.swaps(sequence))
             return
-        group.num_preemptions += 1
+        group.num_preemptions += any(beam.is_resident for beam in group.live)
         for beam in group.live:
             if beam.block_table or beam.state is SequenceState.RUNNING:
                 self._take_blocks(beam, is_swapped=False)

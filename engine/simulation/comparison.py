@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 from typing import Final, Literal
 
 from engine.executor import DeviceLimits
@@ -47,7 +47,7 @@ base_s: what a decode step took beyond that (4.9 ms a token at one sequence)."""
 KV_BYTES_PER_TOKEN: Final = 131_072
 
 _BLOCK_SIZE: Final = 16
-_MAX_LEN: Final = lengths.MIXED_PROMPTS[3] + lengths.MIXED_OUTPUTS[3]
+MAX_LEN: Final = lengths.MIXED_PROMPTS[3] + lengths.MIXED_OUTPUTS[3]
 _BUDGET_TOKENS: Final = 8192
 _VOCAB: Final = range(1000, 30000)
 _FULL_SHARE: Final = 0.8
@@ -174,7 +174,7 @@ def _run_paged(arrivals: Sequence[Arrival], pool_tokens: int, max_num_seqs: int,
     num_blocks = pool_tokens // _BLOCK_SIZE + 1
     model = SimulatedModel(_VOCAB.stop)
     device = SimulatedDevice(model, num_blocks, _BLOCK_SIZE, max_in_flight=2, max_num_batched_tokens=_BUDGET_TOKENS)
-    limits = DeviceLimits(num_blocks, _BLOCK_SIZE, _MAX_LEN, _BUDGET_TOKENS)
+    limits = DeviceLimits(num_blocks, _BLOCK_SIZE, MAX_LEN, _BUDGET_TOKENS)
     executor = SimulatedExecutor(device, limits, cost, clock, random.Random(0))
     scheduler = Scheduler(
         SchedulerLimits(
@@ -183,7 +183,7 @@ def _run_paged(arrivals: Sequence[Arrival], pool_tokens: int, max_num_seqs: int,
             max_prefill_tokens=0,
             max_num_partial_prefills=4,
             enable_chunked_prefill=True,
-            max_model_len=_MAX_LEN,
+            max_model_len=MAX_LEN,
             max_queue=len(arrivals),
             eos_token_ids=model.eos_token_ids,
         ),
@@ -225,7 +225,7 @@ def _run_paged(arrivals: Sequence[Arrival], pool_tokens: int, max_num_seqs: int,
 
 def _check_tokens(model: SimulatedModel, request: Request) -> None:
     (sequence,) = request.sequences
-    right = model.generate(request.prompt_token_ids, request.sampling, 0, _MAX_LEN)
+    right = model.generate(request.prompt_token_ids, request.sampling, 0, MAX_LEN)
     num_prompt = len(request.prompt_token_ids)
     assert sequence.token_ids[num_prompt:] == right.token_ids, f"request {request.request_id} has wrong tokens"
 
@@ -234,7 +234,7 @@ def _run_static(
     arrivals: Sequence[Arrival], mode: Mode, pool_tokens: int, max_num_seqs: int, cost: StepCost
 ) -> Figures:
     def reserved(arrival: Arrival) -> int:
-        return len(arrival.prompt) + arrival.output_tokens if mode == "exact" else _MAX_LEN
+        return len(arrival.prompt) + arrival.output_tokens if mode == "exact" else MAX_LEN
 
     waiting = deque(enumerate(arrivals))
     ended_s = [0.0] * len(arrivals)
@@ -306,12 +306,13 @@ def table(figures: Sequence[Figures]) -> str:
         "| of all KV memory | preemptions |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    rows += [
-        f"| {_NAMES[f.mode]} | {f.output_tokens_per_s:,.0f} | {f.largest_batch} / {f.mean_batch:.0f} "
-        f"| {f.latency_p50_s:.1f} / {f.latency_p99_s:.1f} | {f.mean_use:.1%} / {f.least_use:.1%} "
-        f"| {f.mean_pool_use:.1%} | {f.num_preemptions} |"
-        for f in figures
-    ]
+    for f in figures:
+        use = "never so full" if isnan(f.mean_use) else f"{f.mean_use:.1%} / {f.least_use:.1%}"
+        pool_use = "" if isnan(f.mean_pool_use) else f"{f.mean_pool_use:.1%}"
+        rows.append(
+            f"| {_NAMES[f.mode]} | {f.output_tokens_per_s:,.0f} | {f.largest_batch} / {f.mean_batch:.0f} "
+            f"| {f.latency_p50_s:.1f} / {f.latency_p99_s:.1f} | {use} | {pool_use} | {f.num_preemptions} |"
+        )
     return "\n".join(rows)
 
 

@@ -21,7 +21,7 @@ from engine.simulation.scenario import EngineSetup
 
 BLOCK_BYTES: Final = 1000
 _AUDIT_ODDS: Final = 0.1
-"""Of an audit in the middle of a turn, beside the one at its end."""
+"""Of an audit in the middle of a turn and at its end, though no block has changed hands."""
 
 
 class Standstill(AssertionError):
@@ -102,13 +102,16 @@ class EngineLife:
         self.in_flight: deque[SimulatedLaunch] = deque()
         self._collected_s = 0.0
         self.num_planned = 0
+        self._has_moved = False
+        """Blocks have changed hands since the last audit."""
 
     @property
     def next_event_s(self) -> float:
         return min(self.executor.next_event_s, self.scheduler.next_deadline_s)
 
     def turn(self) -> Iterator[list[SequenceOutput]]:
-        """What a turn of the loop brings: outputs, to be looked at before it goes on. Audits memory at its end."""
+        """What a turn of the loop brings: outputs, to be looked at before it goes on. Audits memory
+        at its end whenever a block has changed hands."""
         while self.in_flight and self.in_flight[0].is_done:
             launch = self.in_flight.popleft()
             tokens = self.executor.collect(launch)
@@ -116,15 +119,20 @@ class EngineLife:
             self._collected_s = self._clock()
             if self._note is not None:
                 self._note(f"step {launch.plan.step} done: {tokens.token_ids} {tokens.failed or ''}")
-            yield self.scheduler.update(launch.plan, tokens)
+            outputs = self.scheduler.update(launch.plan, tokens)
+            self._has_moved |= any(output.finish_reason for output in outputs)
+            yield outputs
         self._finish_transfers()
         yield self.scheduler.expire()
         if self._dice.random() < _AUDIT_ODDS:
             audit(self.blocks)
+            self._has_moved = True
         while len(self.in_flight) < self.executor.max_in_flight and (plan := self.scheduler.plan()) is not None:
             self._launch(plan)
         self._start_transfers()
-        audit(self.blocks)
+        if self._has_moved:
+            audit(self.blocks)
+            self._has_moved = False
         is_idle = not self.in_flight and not self.executor.num_transfers
         if is_idle and self.scheduler.has_runnable and self.scheduler.next_deadline_s > self._clock():
             num_running, num_waiting = self.scheduler.num_running, self.scheduler.num_waiting
@@ -132,6 +140,13 @@ class EngineLife:
 
     def _launch(self, plan: StepPlan) -> None:
         self.num_planned += 1
+        self._has_moved |= bool(
+            plan.new_sequences
+            or plan.finished_sequence_ids
+            or plan.preempted_sequence_ids
+            or plan.readmitted_sequence_ids
+            or any(entry.new_block_ids for entry in plan.scheduled)
+        )
         if self._note is not None:
             self._note(describe(plan))
         self.in_flight.append(self.executor.launch(plan, lambda: None))
@@ -140,6 +155,7 @@ class EngineLife:
     def _finish_transfers(self) -> None:
         results = self.executor.finished_transfers()
         if results:
+            self._has_moved = True
             if self._note is not None:
                 for result in results:
                     self._note(
@@ -149,6 +165,7 @@ class EngineLife:
 
     def _start_transfers(self) -> None:
         for transfer in self.scheduler.take_transfers():
+            self._has_moved = True
             if self._note is not None:
                 places = f"{transfer.block_ids or ''} {transfer.host_ids or ''}"
                 names = " ".join(block.digest.hex()[:8] for block in transfer.stored)

@@ -5,7 +5,6 @@ from typing import Final
 
 from engine.sequence import Sequence, SequenceState
 
-
 _TOLERANCE_S: Final = 1e-6
 
 
@@ -35,12 +34,20 @@ class Patience:
         self._max_steps = max_steps
         self._joined_s: dict[Sequence, float] = {}
         """Who waits, and since when it is in the queue."""
+        self._num_preemptions: dict[Sequence, int] = {}
+        """Of those who wait: whoever runs and is preempted within a turn has joined anew."""
         self._idle: set[Sequence] = set()
         """Those of them that hold nothing and whose tokens are all known."""
         self._passed_in_step: dict[Sequence, int] = {}
         """Who has been passed over against the order, and in which step for the first time."""
         self.longest_steps = 0
         """Over which somebody was passed over."""
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """They leave the queue, and may come back in the same turn."""
+        for sequence in sequences:
+            self._joined_s.pop(sequence, None)
+            self._idle.discard(sequence)
 
     def look(self, sequences: Iterable[Sequence], step: int, now_s: float) -> None:
         """After each turn, with every sequence that lives. Raises Starvation."""
@@ -50,7 +57,8 @@ class Patience:
         begun: list[tuple[Sequence, float]] = []
         for sequence in sequences:
             if sequence.state is SequenceState.WAITING:
-                waiting[sequence] = joined_s.get(sequence, now_s)
+                has_run = self._num_preemptions.get(sequence) != sequence.num_preemptions
+                waiting[sequence] = now_s if has_run else joined_s.get(sequence, now_s)
                 if not sequence.block_table and not sequence.num_pending:
                     idle.add(sequence)
             if sequence in self._idle and (sequence.is_fetching or sequence.state is SequenceState.RUNNING):
@@ -72,6 +80,7 @@ class Patience:
         if self._passed_in_step:
             self._passed_in_step = {s: first for s, first in self._passed_in_step.items() if s in idle}
         self._joined_s = waiting
+        self._num_preemptions = {sequence: sequence.num_preemptions for sequence in waiting}
         self._idle = idle
 
     def _order(self, sequence: Sequence, joined_s: float, now_s: float) -> tuple[int, float, float, int]:

@@ -1,5 +1,10 @@
-"""Beam search against transformers' generate: the whole engine below the loop, in float32."""
+"""Beam search against transformers' generate: the whole engine below the loop, in float32.
 
+With a random model transformers runs beside it, and end-of-sequence ids are many enough to come in the middle. With the
+reference model tests/data/smol135m-beams.json holds what transformers gave, and says how it was made.
+"""
+
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +21,12 @@ from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request, SequenceOutput
 from streamkv.config import EngineConfig
 from streamkv.sampling import SamplingParams
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.oracle import CASES
+from tests.support.reference_model import reference_folder
+from tests.support.tiny_models import make_tiny_model
 
 BLOCK_SIZE = 4
+REFERENCE = json.loads((Path(__file__).parents[1] / "data" / "smol135m-beams.json").read_text())["cases"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PreTrainedM
     runner.close()
 
 
+@pytest.fixture(scope="module")
+def reference() -> Iterator[CpuRunner]:
+    config = EngineConfig(
+        model=str(reference_folder()),
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_gib=0.1,
+        max_num_batched_tokens=256,
+    )
+    runner = CpuRunner(config)
+    runner.load(lambda stage, percent: None)
+    yield runner
+    runner.close()
+
+
 SEARCHES = [
     Search([5, 17, 140, 3, 99], beam_width=4, n=1, length_penalty=1.0, max_tokens=20, eos_token_ids=[]),
     Search(
@@ -117,16 +140,36 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize(("num_blocks", "is_short"), [(2000, False), (90, True)])
+@pytest.mark.parametrize(("num_blocks", "is_short"), [(2000, False), (32, True)])
 def test_a_random_model_gives_the_choices_of_transformers(
     tiny: tuple[PreTrainedModel, CpuRunner], num_blocks: int, is_short: bool
 ) -> None:
     model, runner = tiny
     expected = [transformers_choices(model, search) for search in SEARCHES]
-    lengths = [[len(choice) for choice in choices] for choices in expected]; print(lengths)
+    lengths = [[len(choice) for choice in choices] for choices in expected]
     assert any(
         min(search_lengths) < search.max_tokens for search, search_lengths in zip(SEARCHES, lengths, strict=True)
     )
     outputs, num_preemptions = generate(runner, SEARCHES, num_blocks)
     assert outputs == expected
     assert (num_preemptions > 0) == is_short
+
+
+@pytest.mark.parametrize("num_blocks", [400, 100])
+def test_the_reference_model_gives_the_choices_of_transformers(reference: CpuRunner, num_blocks: int) -> None:
+    prompts = {case.name: case.prompt for case in CASES}
+    searches = [
+        Search(
+            prompts[case["prompt"]],
+            case["beam_width"],
+            case["n"],
+            case["length_penalty"],
+            case["max_tokens"],
+            case["eos_token_ids"],
+            case["min_tokens"],
+        )
+        for case in REFERENCE
+    ]
+    outputs, num_preemptions = generate(reference, searches, num_blocks)
+    assert outputs == [case["token_ids"] for case in REFERENCE]
+    assert (num_preemptions > 0) == (num_blocks < 400)

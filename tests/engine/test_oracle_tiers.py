@@ -23,8 +23,8 @@ from tests.support.driven_engine import DrivenEngine, generated
 from tests.support.oracle import SHORT, Case, check
 from tests.support.reference_model import reference_folder
 
-BORDER_BLOCK_SIZE = 48
-"""So that the oracle's prompts, which have 38 tokens or more, come to both borders of the first two blocks."""
+FIRST_BORDER = 48
+"""A block's size with which the oracle's prompts, of 38 tokens or more, come to the borders of the first two blocks."""
 BY_NAME = {case.name: case for case in SHORT}
 
 LoadRunner = Callable[[int, Path | None], tuple[CpuRunner, DeviceLimits]]
@@ -67,7 +67,7 @@ def load_runner() -> Iterator[LoadRunner]:
 
 @pytest.fixture(scope="module")
 def border_runner(load_runner: LoadRunner) -> CpuRunner:
-    return load_runner(BORDER_BLOCK_SIZE, None)[0]
+    return load_runner(FIRST_BORDER, None)[0]
 
 
 def run(engine: DrivenEngine, cases: list[Case], n: int = 1) -> list[Sequence]:
@@ -91,16 +91,15 @@ def spoil_block(folder: Path, token_ids: list[int]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("length", [47, 48, 49, 95, 96, 97])
-def test_preempted_at_the_borders_of_blocks(border_runner: CpuRunner, length: int, mode: PreemptionKind) -> None:
-    """At B - 1, B, B + 1, 2B - 1, 2B, 2B + 1 tokens, because the one before it needs a block for its 49th."""
+def check_preempted(runner: CpuRunner, block_size: int, length: int, mode: PreemptionKind) -> None:
+    """Of two sequences the younger loses its blocks when it has `length` tokens: the older needs one for its 49th."""
+    assert FIRST_BORDER % block_size == 0
     first = BY_NAME["capital"].first(9)
-    num_steps = BORDER_BLOCK_SIZE + 1 - len(first.prompt)
-    victim = BY_NAME["system-json" if length < 50 else "multi-turn"]
+    num_steps = FIRST_BORDER + 1 - len(first.prompt)
+    victim = BY_NAME["multi-turn" if length > 90 else "system-json"]
     victim = victim.begun(length - num_steps - len(victim.prompt)).first(num_steps + 5)
-    num_blocks = 1 + -(-(length - 1) // BORDER_BLOCK_SIZE)
-    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, num_blocks, TierSizes(4), mode)
+    num_blocks = FIRST_BORDER // block_size + -(-(length - 1) // block_size)
+    engine = DrivenEngine(runner, block_size, num_blocks, TierSizes(12), mode)
     sequences = run(engine, [first, victim])
     counts = engine.scheduler.counts
     assert counts.preemptions == {mode: 1}
@@ -111,9 +110,29 @@ def test_preempted_at_the_borders_of_blocks(border_runner: CpuRunner, length: in
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("length", [47, 48, 49, 95, 96, 97])
+def test_preempted_at_the_borders_of_blocks(border_runner: CpuRunner, length: int, mode: PreemptionKind) -> None:
+    """At B - 1, B, B + 1, 2B - 1, 2B and 2B + 1 tokens."""
+    check_preempted(border_runner, FIRST_BORDER, length, mode)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(16, 3), (16, 4), (24, 2), (24, 3), (8, 7)])
+def test_preempted_at_the_borders_of_smaller_blocks(
+    load_runner: LoadRunner, block_size: int, num_blocks: int, mode: PreemptionKind
+) -> None:
+    runner, _ = load_runner(block_size, None)
+    for length in range(num_blocks * block_size - 1, num_blocks * block_size + 2):
+        check_preempted(runner, block_size, length, mode)
+    runner.close()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_four_choices_that_share_a_prompt_and_are_preempted(border_runner: CpuRunner, mode: PreemptionKind) -> None:
     cases = [BY_NAME["capital"].first(10), BY_NAME["cjk"].first(10)]
-    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, 6, TierSizes(8), mode)
+    engine = DrivenEngine(border_runner, FIRST_BORDER, 6, TierSizes(8), mode)
     sequences = run(engine, cases, n=4)
     assert engine.scheduler.counts.preemptions[mode] == engine.scheduler.counts.num_preemptions > 0
     assert engine.scheduler.num_block_copies > 0
@@ -124,7 +143,7 @@ def test_four_choices_that_share_a_prompt_and_are_preempted(border_runner: CpuRu
 def test_blocks_that_were_evicted_to_host_memory_and_came_back(border_runner: CpuRunner) -> None:
     """Two whole blocks and a part of one; for one sequence, and for four."""
     case = BY_NAME["code-explain"].first(5)
-    engine = DrivenEngine(border_runner, BORDER_BLOCK_SIZE, 7, TierSizes(16), "swap")
+    engine = DrivenEngine(border_runner, FIRST_BORDER, 7, TierSizes(16), "swap")
     check(case, generated(run(engine, [case])[0]))
     for n in (1, 4):
         push_out(engine, 7 + n)

@@ -60,6 +60,8 @@ def test_the_tools_are_started_by_name_and_exist(started: None) -> None:
         module, argv = start(command, "--flag", "x")
         assert argv == ["--flag", "x"]
         assert ROOT.joinpath(*module.split(".")).with_suffix(".py").is_file()
+    assert start("simulate", "--seed", "1") == ("engine.simulation", ["--seed", "1"])
+    assert (ROOT / "engine/simulation/__main__.py").is_file()
 
 
 @pytest.mark.parametrize("command", ["serve", "engine", "gateway"])
@@ -111,6 +113,7 @@ def test_python_m_streamkv_is_the_same() -> None:
     assert (done.returncode, done.stdout) == (0, f"streamkv {cli.VERSION}\n")
     assert python("-m", "streamkv", "serve", "--prot=1").returncode == 2
     assert "usage: streamkv bench" in python("-m", "streamkv", "bench", "--help").stdout
+    assert "usage: streamkv simulate" in python("-m", "streamkv", "simulate", "--help").stdout
 
 
 def test_keygen_makes_a_pair_once(tmp_path: Path) -> None:

@@ -389,7 +389,16 @@ def test_a_path_that_cannot_be_used_is_an_error_that_names_the_setting(tmp_path:
     file.write_text("")
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "nowhere")
-    for path in (file, file / "below", link, "/dev/null", "a\0b", "/proc/kv", tmp_path / ("x" * 300)):
+    for path in (
+        file,
+        file / "below",
+        link,
+        "/dev/null",
+        "a\0b",
+        "/proc/kv",
+        "~nobody-of-that-name/kv",
+        tmp_path / ("x" * 300),
+    ):
         error = refusal(path)
         assert error.field == "disk_kv_path" and "cannot be used: " in error.message, path
 

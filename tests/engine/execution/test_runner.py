@@ -82,6 +82,9 @@ def test_facts_and_limits_are_the_models_and_the_machines(
     assert limits.block_size == BLOCK_SIZE
     assert limits.num_blocks == 8 * 256 // BLOCK_SIZE + 1
     assert 128 <= limits.max_num_batched_tokens <= 8192
+    loads = [load for load, seconds in limits.step_samples if seconds > 0]
+    assert any(load.num_decodes for load in loads) and any(load.num_prefill_kv_tokens for load in loads)
+    assert not len(runner._records), "nothing is left of the warm-up"
 
 
 def test_tokens_equal_those_of_transformers(run: Callable[[StepPlan], list[int]], model_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernels run compiled where there is a GPU, else in Triton's interpreter, which must be chosen before Triton's import."""
+"""Kernels run compiled where there is a GPU, else in Triton's interpreter, chosen before Triton is imported."""
 
 import os
 import sys

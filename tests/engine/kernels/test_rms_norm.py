@@ -15,8 +15,8 @@ def draw(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-# Two roundings to the dtype, of half a unit in the last place each, except that the interpreter cuts to bfloat16 where the
-# GPU rounds; float32 has the order of the sum.
+# Two roundings to the dtype, of half a unit in the last place each, except that the interpreter cuts to bfloat16 where
+# the GPU rounds; float32 has the order of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1.5e-3, torch.bfloat16: 1.6e-2}
 
 

@@ -1,23 +1,25 @@
-"""What device, host memory and disk hold, block by block, while a block manager shuffles them: each slot remembers the
-namespace and all tokens up to its own. A block that is read before it was written, or changed while it is copied, shows.
+"""What device, host memory and disk hold, block by block, while a block manager shuffles them.
+
+Each slot remembers the namespace and all tokens up to its own. So a block shows that is read before it was written, or
+changed while it is copied, or taken for another.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from engine.kv.block_manager import BlockManager
+from engine.kv.audit import audit
+from engine.kv.block_manager import BlockManager, Match
 from engine.kv.prefix_tree import TOKEN_BYTES, Node
-from engine.kv.tiers import namespace_digest
+from engine.kv.tiers import TierSizes, namespace_digest
 from engine.sequence import Request, Sequence
 from engine.transfer import StoredBlock, Transfer, TransferKind, TransferResult
-from streamkv.protocol import pack_ids, unpack_ids
+from streamkv.protocol import unpack_ids
 from streamkv.sampling import SamplingParams
 
 Slot = tuple[bytes, tuple[int, ...]] | None
 Block = tuple[Slot, ...]
 """(digest of the namespace, tokens from the first to this slot's); None for what was never written."""
 
-UPWARD = (TransferKind.HOST_TO_DEVICE, TransferKind.DISK_TO_HOST)
 ON_DISK = (TransferKind.HOST_TO_DISK, TransferKind.DISK_TO_HOST, TransferKind.DROP_FROM_DISK)
 
 
@@ -200,5 +202,97 @@ class MemoryModel:
         return list(listed.values())
 
 
-def tokens_of(*token_ids: int) -> bytes:
-    return pack_ids(token_ids)
+class SmallEngine:
+    """A block manager with tiers, driven by hand: sequences compute all their tokens in one plan."""
+
+    def __init__(
+        self, num_blocks: int = 20, block_size: int = 4, num_host_blocks: int = 40, num_disk_blocks: int = 0
+    ) -> None:
+        self.manager = BlockManager(num_blocks, block_size, tiers=TierSizes(num_host_blocks, num_disk_blocks))
+        self.memory = MemoryModel(self.manager)
+        self._num_sequences = 0
+
+    def add(self, tokens: Iterable[int], salt: str = "") -> tuple[Sequence, Match]:
+        """A sequence that holds nothing yet, and what is found for it."""
+        self._num_sequences += 1
+        sequence = make_sequence(self._num_sequences, tokens, salt)
+        return sequence, self.manager.find(sequence)
+
+    def compute(self, sequence: Sequence, match: Match | None = None) -> Sequence:
+        """Share what the device has, unless it has blocks already, and compute the rest."""
+        manager, end = self.manager, len(sequence.token_ids)
+        if match is not None and (copy := manager.share(sequence, match)) is not None:
+            self.memory.copy([copy])
+        start = sequence.num_computed
+        assert manager.num_needed(sequence, end) <= manager.num_available_blocks
+        if (copy := manager.allocate(sequence, end)) is not None:
+            self.memory.copy([copy])
+        sequence.num_computed = end
+        self.memory.write(sequence, start, end)
+        manager.end_plan([sequence])
+        self.check(sequence)
+        return sequence
+
+    def run(self, tokens: Iterable[int], salt: str = "") -> Sequence:
+        return self.compute(*self.add(tokens, salt))
+
+    def keep(self, tokens: Iterable[int], salt: str = "") -> None:
+        """Compute it and end it: it stays cached. Nothing is copied yet."""
+        self.manager.forget(self.run(tokens, salt))
+
+    def fetch(self, tokens: Iterable[int], salt: str = "") -> Sequence:
+        """Begin to bring up what is offloaded."""
+        sequence, match = self.add(tokens, salt)
+        assert match.num_offloaded_tokens
+        self.manager.fetch(sequence, match)
+        self.check(sequence)
+        return sequence
+
+    def bring_up(self, tokens: Iterable[int]) -> None:
+        """Let the device cache again what is offloaded of whole blocks."""
+        sequence = self.fetch([*tokens, -1])
+        self.settle()
+        self.manager.forget(sequence)
+
+    def push_down(self, to_disk: bool = False) -> None:
+        """Let go of all that the device has cached, after it was copied to host memory; or of that, too, to disk."""
+        tiers = self.manager.tiers
+        assert tiers is not None
+        tiers.copy_down([node for node in tiers.cached if not node.host_id])
+        self.settle()
+        while self.manager.num_cached_blocks:
+            tiers.evict()
+        if to_disk:
+            while nodes := [node for node in tiers.host.cached if not node.disk_id]:
+                tiers._store(nodes)
+                self.settle()
+            for node in [*tiers.host.saved, *tiers.host.cached]:
+                tiers.host.release(node)
+        self.check()
+
+    def start(self) -> list[Transfer]:
+        transfers = self.manager.take_transfers()
+        self.memory.start(transfers)
+        return transfers
+
+    def settle(self) -> list[Sequence]:
+        over = self.memory.finish_all()
+        self.check()
+        return over
+
+    def check(self, *sequences: Sequence) -> None:
+        audit(self.manager)
+        self.memory.check(sequences)
+
+    def start_anew(self) -> "SmallEngine":
+        """Another engine with the same sizes takes up what is on disk."""
+        tiers = self.manager.tiers
+        assert tiers is not None
+        anew = SmallEngine(
+            self.manager.pool.num_blocks, self.manager.block_size, tiers.host.num_blocks, tiers.num_disk_blocks
+        )
+        sizes = TierSizes(tiers.host.num_blocks, tiers.num_disk_blocks, self.memory.stored())
+        anew.manager = BlockManager(self.manager.pool.num_blocks, self.manager.block_size, tiers=sizes)
+        anew.memory = MemoryModel(anew.manager, self.memory.disk)
+        anew.check()
+        return anew

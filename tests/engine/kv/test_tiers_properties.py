@@ -144,18 +144,15 @@ class TiersMachine(RuleBasedStateMachine):
         for _ in range(num_finished):
             if not self.memory.device_queue and not self.memory.disk_queue:
                 break
-            self.memory.finish(is_disk=not self.memory.device_queue)
+            self.memory.finish(not self.memory.device_queue, lambda index: index != orphan)
             self.memory.start(self.manager.take_transfers())
             audit(self.manager)
             self.memory.check([])
         num_blocks, block_size, num_host_blocks, num_disk_blocks = self.sizes
-        lost = sorted(self.memory.disk)[orphan : orphan + 1]
-        disk = {digest: entry for digest, entry in self.memory.disk.items() if digest not in lost}
-        tiers = TierSizes(num_host_blocks, num_disk_blocks, self.memory.stored() if not lost else [])
-        if lost:
-            self.memory.disk = disk
-            tiers = TierSizes(num_host_blocks, num_disk_blocks, self.memory.stored())
-        damaged = self.memory.damaged & set(disk)
+        for digest in sorted(self.memory.disk)[orphan : orphan + 1]:
+            del self.memory.disk[digest]  # what lay below it has no parent
+        disk, damaged = self.memory.disk, self.memory.damaged & set(self.memory.disk)
+        tiers = TierSizes(num_host_blocks, num_disk_blocks, self.memory.stored())
         self.manager = BlockManager(num_blocks, block_size, tiers=tiers)
         self.memory = MemoryModel(self.manager, disk)
         self.memory.damaged = damaged

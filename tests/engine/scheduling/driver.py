@@ -235,6 +235,7 @@ class Driver:
         """Take turns until nothing is left to do."""
         for _ in range(max_turns):
             if not self.scheduler.has_work:
+                self._start_transfers()
                 while self.finish_transfer(is_on_disk=False) or self.finish_transfer(is_on_disk=True):
                     pass
                 return self
@@ -275,6 +276,7 @@ class Driver:
         assert scheduler.next_deadline_s == float("inf")
         assert not scheduler._roster.beam_groups and not scheduler._roster.num_held_places
         assert not self.blocks.num_held_blocks
+        assert not len(scheduler._roster.shares) and not scheduler._roster.waiting.num_tenants
         assert (
             not scheduler._roster.unstarted
             and not scheduler._roster.parked

@@ -50,3 +50,57 @@ def test_whoever_is_removed_is_gone_and_comes_back_to_its_place():
         running.add(sequence)
     assert list(queue.walk()) == running.sequences == before
     assert len(queue) == len(running) == 30
+
+
+def test_a_level_is_gained_for_every_ageing_s_and_more_at_once_after_a_long_rest():
+    now_s = 0.0
+    shares = FairShare()
+    queue = WaitingQueue(shares, lambda: now_s, ageing_s=10.0)
+    old = make_sequence(0, 3, 0.0)
+    shares.join(old)
+    queue.add(old)
+    for now_s, priority, is_old_first in ((9.9, 2, False), (10.0, 2, True), (29.0, 1, True), (29.9, 0, False)):
+        new = make_sequence(1, priority, now_s)
+        shares.join(new)
+        queue.add(new)
+        assert (next(queue.walk()) is old) == is_old_first
+        queue.remove(new)
+        shares.leave(new)
+    now_s = 1000.0
+    new = make_sequence(1, -50, now_s)
+    shares.join(new)
+    queue.add(new)
+    assert next(queue.walk()) is old, "it has risen by a hundred levels"
+
+
+def test_those_that_hold_blocks_come_first_within_their_level():
+    queue, shares = make_queue()
+    urgent, early, holder, low_holder = (
+        make_sequence(i, priority, float(i)) for i, priority in enumerate((-1, 0, 0, 1))
+    )
+    low_holder.block_table = [7]
+    for sequence in (low_holder, holder, early, urgent):
+        shares.join(sequence)
+        queue.add(sequence)
+    assert list(queue.walk()) == [urgent, early, holder, low_holder]
+    holder.block_table = [5]
+    queue.update(holder)
+    assert list(queue.walk()) == [urgent, holder, early, low_holder]
+    assert not queue.is_behind(holder, early) and queue.is_behind(low_holder, early)
+    holder.block_table = []
+    queue.update(holder)
+    assert list(queue.walk()) == [urgent, early, holder, low_holder]
+    for sequence in (holder, low_holder, early, urgent):
+        queue.remove(sequence)
+    assert not list(queue.walk()) and not len(queue) and not queue.num_tenants
+
+
+def test_what_has_left_is_not_kept_for_its_next_level():
+    queue = WaitingQueue(FairShare(), lambda: 0.0, ageing_s=10.0)
+    for i in range(1000):
+        sequence = make_sequence(i, 0, float(i))
+        queue._shares.join(sequence)
+        queue.add(sequence)
+        queue.remove(sequence)
+        queue._shares.leave(sequence)
+    assert len(queue._rises) < 100

@@ -170,7 +170,7 @@ class RankedMachine(RuleBasedStateMachine):
 
 
 RankedMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("RANKED_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("RANKED_EXAMPLES", "60")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -534,6 +534,33 @@ def test_a_resumed_sequence_comes_back_to_its_place_in_the_order():
     assert list(driver.ends) == [only(early), only(late)]
 
 
+def test_a_resumed_sequence_that_still_has_its_blocks_goes_before_those_that_have_none():
+    """Nobody else has any use of them before it has run."""
+    driver = Driver(max_num_seqs=1)
+    early = driver.submit(prompt_of(5), max_tokens=3)
+    late = driver.submit(prompt_of(5), max_tokens=6)
+    driver.pause(early)
+    driver.turn()
+    driver.pause(late)
+    driver.scheduler.resume(early)
+    driver.scheduler.resume(late)
+    assert only(late).block_table and not only(early).block_table
+    assert list(scheduled(driver.turn())) == [only(late).sequence_id]
+    driver.run().check_all()
+
+
+def test_a_more_urgent_prompt_takes_the_blocks_of_a_resumed_one():
+    driver = Driver(num_blocks=9, block_size=2, max_num_seqs=1)
+    resumed = driver.submit(prompt_of(9), max_tokens=3, priority=1)
+    driver.turn()
+    driver.pause(resumed)
+    urgent = driver.submit(prompt_of(11), max_tokens=3)
+    driver.scheduler.resume(resumed)
+    assert list(scheduled(driver.turn())) == [only(urgent).sequence_id]
+    assert only(resumed).block_table == [] and only(resumed).num_preemptions == 1
+    driver.run().check_all()
+
+
 @pytest.mark.parametrize("num_turns", [0, 2])
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_a_deadline_that_has_passed_aborts(is_paused: bool, num_turns: int):

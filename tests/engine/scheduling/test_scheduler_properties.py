@@ -196,12 +196,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish_transfer(self, is_on_disk: bool) -> None:
         self.driver.finish_transfer(is_on_disk)
 
-    @rule(data=st.data(), is_full=st.booleans())
-    def harm_disk(self, data: st.DataObject, is_full: bool) -> None:
-        disk = self.driver.executor.disk
-        disk.is_full = is_full
-        if disk.blocks:
-            disk.damaged.add(data.draw(st.sampled_from(list(disk.blocks))))
+    @rule(is_full=st.sampled_from([False, False, False, True]), first=st.integers(0, 5), every=st.integers(1, 6))
+    def harm_disk(self, is_full: bool, first: int, every: int) -> None:
+        """Some blocks cannot be read any more, and perhaps no more can be written."""
+        self.disk.is_full = is_full
+        self.disk.damaged.update(list(self.disk.blocks)[first::every])
 
     @rule()
     def plan(self) -> None:
@@ -233,11 +232,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The engine is drained, and another one begins with what the disk has."""
         self.finish()
         self.driver.flush()
+        self.driver.executor.close()
         self.driver = self.make_driver()
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
             self.finish()
+            self.driver.executor.close()
 
     def finish(self) -> None:
         """All that is live ends by itself."""
@@ -247,7 +248,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Each turn computes a token of something, and a preemption repeats at most one sequence's tokens.
         driver.run(max_turns=200 + 400 * sum(len(request.sequences) for request in driver.requests))
         driver.check_all()
-        driver.executor.close()
 
 
 SchedulerMachine.TestCase.settings = settings(
