@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.attention_plan import QUERY_ROWS, AttentionPlan
-from engine.kernels.short_attention import LOG2_E, NO_SCORE, scaled_scores, tile_slots
+from engine.kernels.short_attention import LOG2_E, NO_SCORE, narrowed, scaled_scores, tile_slots
 
 
 @triton.jit
@@ -171,15 +171,18 @@ def _long_kernel(
     cache_scale_log2 = scale_log2
     if HAS_SCALES:
         cache_scale_log2 *= tl.load(key_scale_ptr + kv_head)
+    cache_query = query
+    if HAS_SCALES:
+        cache_query = narrowed(query)
     # fmt: off
     if WINDOW == 0:
         state = _walk(
-            state, query, history + token, key_cache_ptr, value_cache_ptr, table_ptr, 0, kv_head,
+            state, cache_query, history + token, key_cache_ptr, value_cache_ptr, table_ptr, 0, kv_head,
             paged_first, full_end, seq_len, cache_scale_log2, soft_cap, packed_stride, HEAD_DIM, DIM, SLOT_STRIDE,
             BLOCK_SIZE, WINDOW, SOFT_CAP, PRECISION, TILE, PAGED_STAGES, True, False,
         )
     state = _walk(
-        state, query, history + token, key_cache_ptr, value_cache_ptr, table_ptr, 0, kv_head,
+        state, cache_query, history + token, key_cache_ptr, value_cache_ptr, table_ptr, 0, kv_head,
         full_end, paged_end, paged_end, cache_scale_log2, soft_cap, packed_stride, HEAD_DIM, DIM, SLOT_STRIDE,
         BLOCK_SIZE, WINDOW, SOFT_CAP, PRECISION, TILE, PAGED_STAGES, True, True,
     )

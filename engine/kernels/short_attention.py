@@ -38,6 +38,12 @@ def scaled_scores(scores, scale_log2, soft_cap, SOFT_CAP: tl.constexpr):
 
 
 @triton.jit
+def narrowed(query):
+    """The query of a float8 cache, whose numbers become float16 in one instruction, and bfloat16 only in several."""
+    return tl.minimum(tl.maximum(query.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+
+
+@triton.jit
 def _sum_parts(
     out_ptr,
     partial_ptr,
@@ -150,6 +156,8 @@ def _short_kernel(
     query_offsets = (query_start + token).to(tl.int64)[:, None] * query_stride
     query_offsets += (query_head * HEAD_DIM)[:, None] + dims[None, :]
     query = tl.load(query_ptr + query_offsets, mask=mask, other=0.0)
+    if HAS_SCALES:
+        query = narrowed(query)
     query_position = seq_len - query_len + token
     value_scale = 1.0
     if HAS_SCALES:

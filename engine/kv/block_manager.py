@@ -97,6 +97,8 @@ class BlockManager:
         self._is_caching = enable_prefix_caching
         self._pinned: list[Node] = []
         """Sources of the copies of the plan being made: an owner more keeps them."""
+        self._copied: dict[int, int] = {}
+        """Destination → source of these copies, and of those for a fork."""
         self._num_taken = 0
         """Blocks since transfers were last asked for."""
         self._num_taken_of_late = 0
@@ -301,6 +303,7 @@ class BlockManager:
             destination = self._take(table[-1] if table else 0)
             table.append(destination)
             copy = (source.block_id, destination)
+            self._copied[destination] = source.block_id
             self.num_block_copies += 1
         if table:
             self.holders.add(sequence)
@@ -361,6 +364,7 @@ class BlockManager:
                 if not node.children and tree.is_covered(node.parent, node.key):
                     tree.drop(node)
         self._pinned.clear()
+        self._copied.clear()
         for sequence in prefills:
             self.withdraw(sequence)
             self.publish(sequence)
@@ -385,7 +389,9 @@ class BlockManager:
             destination = self._take(table[index - 1] if index else 0)
             table[index] = destination
             pool.release(source)
-            copy = (source, destination)
+            # All copies of a plan are made at once, so what is itself a copy of this plan is none to copy from.
+            copy = (self._copied.get(source, source), destination)
+            self._copied[destination] = copy[0]
             self.num_block_copies += 1
         if not table:
             self._place(sequence)

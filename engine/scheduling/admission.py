@@ -165,19 +165,16 @@ class Admission:
                 if outcome is not None:
                     return outcome
                 match, start, holds_blocks = None, sequence.num_computed, bool(sequence.block_table)
-        if not may_run:
-            return Outcome.SKIPPED
-        chunk = draft.chunk(sequence, num_tokens - start)
-        if chunk <= 0:
-            return Outcome.SKIPPED if self._limits.enable_chunked_prefill else Outcome.BLOCKED
-        is_partial = start + chunk < num_tokens
-        if is_partial and draft.num_partial >= self._limits.max_num_partial_prefills:
-            return Outcome.SKIPPED
         # Whoever cannot have all blocks for the tokens that it has would only be preempted, or preempt, half-way.
         if holds_blocks:
             num_needed = blocks.num_needed(sequence, num_tokens)
         else:
             num_needed = blocks.num_needed_after(start, num_tokens)
+        chunk = draft.chunk(sequence, num_tokens - start) if may_run else 0
+        is_partial = start + chunk < num_tokens
+        if chunk <= 0 or (is_partial and draft.num_partial >= self._limits.max_num_partial_prefills):
+            draft.num_claimed_blocks += num_needed
+            return Outcome.BLOCKED if may_run and not self._limits.enable_chunked_prefill else Outcome.SKIPPED
         if num_needed and not self._pressure.make_room_for_waiting(
             draft, sequence, num_needed, None if parent else match
         ):
@@ -224,7 +221,7 @@ class Admission:
         that room, what was to be copied was given up; the sequence has what the device has of it, and can run."""
         blocks = self._blocks
         num_needed = blocks.num_needed_after(match.num_tokens, sequence.num_tokens)
-        if not self._pressure.make_room_for_waiting(draft, sequence, num_needed, match):
+        if not self._pressure.make_room_for_waiting(draft, sequence, num_needed + draft.num_claimed_blocks, match):
             return Outcome.BLOCKED
         blocks.fetch(sequence, match)
         if sequence.block_table:

@@ -51,6 +51,8 @@ class StepDraft:
     """Prefills that this step leaves unfinished, with those that did not get a chunk."""
     num_promised_blocks: int = 0
     """Blocks that admitted sequences still need to finish their prefill."""
+    num_claimed_blocks: int = 0
+    """Blocks that waiting sequences need which lack only tokens or a place: none behind them is fetched into these."""
     num_awaited_blocks: int = 0
     """Blocks in transfer that running sequences wait for."""
     has_preempted: bool = False

@@ -43,43 +43,44 @@ FailureRule = Callable[[Known], str]
 class SimulatedDisk:
     """Blocks on a disk, which outlives the device. Damaged ones are found by their checksum when they are read."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.records: dict[bytes, tuple[StoredBlock, array[int]]] = {}
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[StoredBlock, array[int]]] = {}
         """By digest, oldest use first."""
         self.damaged: set[bytes] = set()
         self.rejected: set[bytes] = set()
         """Digests of which the next write finds no room."""
+        self.is_full = False
+        """No write finds room."""
 
     def read(self, block: StoredBlock) -> "array[int] | None":
-        """None, and the record is gone, if it is damaged or was none."""
-        record = self.records.pop(block.digest, None)
+        """None, and the block is gone, if it is damaged or not there."""
+        record = self.blocks.pop(block.digest, None)
         if record is None or block.digest in self.damaged:
             self.damaged.discard(block.digest)
             return None
         if record[0] != block:
             raise PlanViolation(f"the disk has {record[0]} under this digest and is asked for {block}")
-        self.records[block.digest] = record
+        self.blocks[block.digest] = record
         return record[1]
 
     def write(self, block: StoredBlock, values: "array[int]") -> bool:
         """Whether there was room."""
-        if block.digest in self.rejected or (block.digest not in self.records and len(self.records) >= self.num_blocks):
+        if self.is_full or block.digest in self.rejected:
             self.rejected.discard(block.digest)
             return False
-        self.records.pop(block.digest, None)
+        self.blocks.pop(block.digest, None)
         self.damaged.discard(block.digest)
-        self.records[block.digest] = block, values
+        self.blocks[block.digest] = block, values
         return True
 
     def drop(self, block: StoredBlock) -> None:
-        self.records.pop(block.digest, None)
+        self.blocks.pop(block.digest, None)
         self.damaged.discard(block.digest)
 
     def stored(self) -> list[StoredBlock]:
         """What a start finds, each behind its parent, oldest use first. What lost its parent is removed."""
         listed: dict[bytes, StoredBlock] = {}
-        waiting = [block for block, _ in self.records.values()]
+        waiting = [block for block, _ in self.blocks.values()]
         while waiting:
             left = []
             for block in waiting:
@@ -111,6 +112,7 @@ class SimulatedDevice:
         max_in_flight: int = 1,
         max_num_batched_tokens: int = 0,
         num_host_blocks: int = 0,
+        num_disk_blocks: int = 0,
         disk: SimulatedDisk | None = None,
         failure_rule: FailureRule | None = None,
         namespace_of: Callable[[NewSequence], tuple[str, str]] = lambda facts: ("", ""),
@@ -121,7 +123,8 @@ class SimulatedDevice:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.failure_rule = failure_rule
         self._namespace_of = namespace_of
-        self.disk = disk if disk is not None else SimulatedDisk(0)
+        self.num_disk_blocks = num_disk_blocks
+        self.disk = disk if disk is not None else SimulatedDisk()
         self._blank: array[int] = array("Q", [NOTHING]) * block_size
         """Stands for every block that holds nothing; never written."""
         self.memory: list[array[int]] = [self._blank] * num_blocks
@@ -387,6 +390,8 @@ class SimulatedDevice:
             kind = transfer.kind
             if kind is TransferKind.HOST_TO_DISK and not self.disk.write(transfer.stored[index], self._at(end)[:]):
                 failed.append(index)
+        if len(self.disk.blocks) > self.num_disk_blocks:
+            raise PlanViolation(f"{len(self.disk.blocks)} blocks are on disk, {self.num_disk_blocks} may be")
         if transfer.kind is TransferKind.DROP_FROM_DISK:
             for block in transfer.stored:
                 self.disk.drop(block)

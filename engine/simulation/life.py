@@ -59,6 +59,7 @@ class EngineLife:
             max_in_flight=setup.max_in_flight,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             num_host_blocks=setup.num_host_blocks,
+            num_disk_blocks=setup.num_disk_blocks,
             disk=disk,
             failure_rule=failure if failures else None,
             namespace_of=lambda facts: namespaces[facts.sampling.seed],

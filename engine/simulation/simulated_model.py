@@ -89,7 +89,10 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """Samples. Without an eos_rule no token is end-of-sequence."""
+    """Samples. Without an eos_rule no token is end-of-sequence.
+
+    Log probabilities are in 64ths: sums are exact, and some are equal.
+    """
 
     vocab_size: int = 1000
     eos_token_ids: tuple[int, ...] = (2,)
@@ -110,7 +113,7 @@ class SimulatedModel:
         draw = digest
         if not sampling.is_greedy:
             draw = _mix(_mix(_mix(digest, sampling.seed), facts.choice), position)
-        logprob = -1e-3 - (draw >> 40) / (1 << 22)
+        logprob = -(draw >> 40 & 63) / 64
         banned: Sequence[int] = ()
         num_before = position - facts.num_prompt
         if num_before < sampling.min_tokens:
@@ -131,15 +134,15 @@ class SimulatedModel:
             seen.update(facts.eos_token_ids, sampling.stop_token_ids)
         num_wanted = min(facts.num_candidates, self.vocab_size) - len(seen)
         likeliest: list[tuple[int, float]] = []
-        draw, logprob = digest, 0.0
+        draw, logprob, gap = digest, -(digest % 16) / 64, (1 + digest // 16 % 8) / 64
         while len(likeliest) < num_wanted:
             draw = _mix(draw, position)
             is_eos = self.eos_rule is not None and self.eos_rule(draw, num_before)
             token_id = self.eos_token_ids[0] if is_eos else draw % self.vocab_size
             if token_id not in seen:
                 seen.add(token_id)
-                logprob -= 1e-3 + (draw >> 40) / (1 << 25)
                 likeliest.append((token_id, logprob))
+                logprob -= gap
         return likeliest
 
     def generate(

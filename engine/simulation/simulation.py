@@ -115,7 +115,7 @@ class _Run:
         self._failures = {
             (wish.sampling.seed, choice): after for wish in scenario.requests for choice, after in wish.fails_at.items()
         }
-        self._disk = SimulatedDisk(scenario.setup.num_disk_blocks)
+        self._disk = SimulatedDisk()
         self._life: EngineLife | None = None
         self._patience: Patience
         self._unacknowledged: list[tuple[Stream, int]] = []
@@ -233,7 +233,7 @@ class _Run:
         for stream in self._live.values():
             stream.request = None
         if not restart.keeps_disk:
-            self._disk = SimulatedDisk(self._scenario.setup.num_disk_blocks)
+            self._disk = SimulatedDisk()
         self._at(self._now_s + restart.takes_s, self._start_life)
 
     def _retire(self, life: EngineLife) -> None:

@@ -62,7 +62,7 @@ def read_ceiling() -> float:
 
 def decode_us(
     batch: int,
-    context: int,
+    contexts: int | list[int],
     block_size: int = 16,
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
@@ -70,18 +70,25 @@ def decode_us(
 ) -> tuple[float, float]:
     """(microseconds, bytes of keys and values) of one decode step's attention."""
     cache_dtype = cache_dtype or dtype
-    num_bytes = 2 * batch * context * NUM_KV_HEADS * head_dim * cache_dtype.itemsize
-    blocks = -(-context // block_size)
+    if isinstance(contexts, int):
+        contexts = [contexts] * batch
+    num_bytes = 2 * sum(contexts) * NUM_KV_HEADS * head_dim * cache_dtype.itemsize
+    blocks = -(-max(contexts) // block_size)
+    num_blocks = sum(-(-context // block_size) for context in contexts)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
-    lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
-    plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, batch, dtype, DEVICE)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, batch, dtype, cache_dtype, DEVICE)
     plan_attention(plan, starts, lengths)
     scale = torch.ones(NUM_KV_HEADS, device=DEVICE) if cache_dtype == torch.float8_e4m3fn else None
     calls = []
     for _ in range(num_sets(num_bytes)):
-        shape = (batch * blocks + 1, block_size, NUM_KV_HEADS, head_dim)
+        shape = (num_blocks + 1, block_size, NUM_KV_HEADS, head_dim)
         keys, values = (torch.randn(shape, dtype=dtype, device=DEVICE).to(cache_dtype) for _ in range(2))
-        tables = (torch.randperm(batch * blocks, device=DEVICE).int() + 1).view(batch, blocks)
+        order = (torch.randperm(num_blocks) + 1).int()
+        tables = torch.zeros(batch, blocks, dtype=torch.int32)
+        for i, own in enumerate(order.split([-(-context // block_size) for context in contexts])):
+            tables[i, : len(own)] = own
+        tables = tables.to(DEVICE)
         query = torch.randn(batch, NUM_HEADS, head_dim, dtype=dtype, device=DEVICE)
         out = torch.empty_like(query)
 
@@ -108,7 +115,9 @@ def prefill_us(
     num_tokens, blocks = batch * length, -(-length // block_size)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * length
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-    plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, num_tokens, torch.bfloat16, DEVICE)
+    plan = make_attention_plan(
+        NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, num_tokens, torch.bfloat16, torch.bfloat16, DEVICE
+    )
     plan_attention(plan, starts, lengths)
     calls = []
     for _ in range(num_sets(num_tokens * NUM_HEADS * head_dim * 5)):
@@ -183,6 +192,15 @@ def bench_decode(ceiling: float) -> None:
             f"{num_bytes / us / 1e3:.0f}",
             f"{num_bytes / us / 1e3 / ceiling:.0%}",
         )
+    ragged = {
+        "64 of 128 .. 16384": [int(128 * 128 ** (i / 63)) for i in range(64)],
+        "256 of 64 .. 4096": [int(64 * 64 ** (i / 255)) for i in range(256)],
+        "1 of 32768, 15 of 512": [32768] + [512] * 15,
+    }
+    for name, contexts in ragged.items():
+        us, num_bytes = decode_us(len(contexts), contexts)
+        speed = num_bytes / us / 1e3
+        row(name, "", f"{num_bytes / 1e6:.1f}", f"{us:.1f}", f"{speed:.0f}", f"{speed / ceiling:.0%}")
     row("decode of other kinds, (16, 4096) and (256, 1024)", "µs", "GB/s", "µs", "GB/s")
     kinds: dict[str, dict[str, object]] = {
         "float8 cache": {"cache_dtype": torch.float8_e4m3fn},
@@ -290,7 +308,7 @@ def bench_small() -> None:
             lambda pairs=pairs: lambda: copy_blocks(cache, cache, pairs),
         )  # type: ignore[misc]
     for n, starts in plan_inputs.items():
-        plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, 128, None, n, n, torch.bfloat16, DEVICE)
+        plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, 128, None, n, n, torch.bfloat16, torch.bfloat16, DEVICE)
         lengths = torch.full((n,), 1000, dtype=torch.int32, device=DEVICE)
         us = graph_us([lambda plan=plan, starts=starts, lengths=lengths: plan_attention(plan, starts, lengths)] * 20)  # type: ignore[misc]
         row("attention plan, once a step", n, f"{us:.2f}", "")

@@ -10,6 +10,7 @@ from engine.executor import DeviceLimits, ReportProgress
 from engine.kv.audit import audit
 from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE
 from engine.plan import StepLoad
+from engine.simulation.simulated_model import end_after
 from streamkv.errors import ModelError
 from streamkv.protocol import (
     WIRE_VERSION,
@@ -33,7 +34,7 @@ from streamkv.protocol import (
 )
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_engine import RunningEngine, serving
-from tests.support.scripted_executor import ScriptedExecutor, end_after
+from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.wire_gateway import WireGateway, submission
 
 PROMPT = list(range(10, 40))

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.simulation.simulated_model import end_one_in
 from streamkv.protocol import Abort, Attach, GetStats, Pause, Ready, Rejected, Stats, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling import ranked
 from tests.support.scripted_engine import serving
-from tests.support.scripted_executor import ScriptedExecutor, end_one_in
+from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.wire_gateway import WireGateway, submission
 
 PROMPT = list(range(10, 40))

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from engine.loop import EXIT_ASKED, EXIT_FAULT
+from engine.simulation.device import SimulatedDisk
 from engine.transfer import TransferKind
 from streamkv.protocol import Drain, GetStats, Ready, Stats
 from tests.support.scripted_engine import RunningEngine, serving
-from tests.support.scripted_executor import ScriptedDisk, ScriptedExecutor
+from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.wire_gateway import WireGateway, submission
 
 PROMPT = list(range(10, 50))
@@ -117,7 +118,7 @@ def test_a_copy_that_fails_for_good_ends_the_engine(
 # The end
 
 
-def serve_once(disk: ScriptedDisk, prompt: list[int], **options: float) -> tuple[ScriptedExecutor, Stats, list[int]]:
+def serve_once(disk: SimulatedDisk, prompt: list[int], **options: float) -> tuple[ScriptedExecutor, Stats, list[int]]:
     """An engine that computes one prompt and is drained: (executor, figures before the end, tokens)."""
     executor = ScriptedExecutor(
         num_blocks=40, block_size=4, num_host_blocks=40, num_disk_blocks=80, disk=disk, transfer_s=0.002, **options
@@ -134,7 +135,7 @@ def serve_once(disk: ScriptedDisk, prompt: list[int], **options: float) -> tuple
 
 @pytest.mark.parametrize("num_tokens", [31, 32, 33])
 def test_an_engine_that_is_drained_leaves_its_cache_to_the_next_one(num_tokens: int) -> None:
-    disk = ScriptedDisk()
+    disk = SimulatedDisk()
     prompt = PROMPT[:num_tokens]
     _, _, tokens = serve_once(disk, prompt)
     executor, stats, again = serve_once(disk, prompt)
@@ -145,7 +146,7 @@ def test_an_engine_that_is_drained_leaves_its_cache_to_the_next_one(num_tokens: 
 
 def test_the_end_does_not_wait_for_a_disk_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.loop._FLUSH_LIMIT_S", 0.3)
-    disk = ScriptedDisk()
+    disk = SimulatedDisk()
     executor = ScriptedExecutor(
         num_blocks=40, block_size=4, num_host_blocks=40, num_disk_blocks=80, disk=disk, holds_transfers=True
     )
@@ -175,7 +176,7 @@ def test_a_second_signal_ends_a_flush_at_once() -> None:
 
 
 def test_stop_writes_nothing() -> None:
-    disk = ScriptedDisk()
+    disk = SimulatedDisk()
     executor = ScriptedExecutor(num_blocks=40, block_size=4, num_host_blocks=40, num_disk_blocks=80, disk=disk)
     with serving(executor, disk_kv_path="there", **SWAP) as engine, WireGateway(engine.endpoint) as gateway:
         gateway.wait_for(Ready)

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.simulation.simulated_model import end_after
 from gateway import keys
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling import ranked
@@ -20,7 +21,7 @@ from tests.support.running_gateway import (
     small_tokenizer,
 )
 from tests.support.scripted_engine import serving
-from tests.support.scripted_executor import ScriptedExecutor, end_after
+from tests.support.scripted_executor import ScriptedExecutor
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

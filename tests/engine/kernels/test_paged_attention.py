@@ -73,7 +73,15 @@ def make_step(case: Case, device: torch.device, seed: int = 0) -> Step:
     starts = torch.tensor([0, *case.queries]).cumsum(0).int()
     shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
     plan = make_attention_plan(
-        case.num_heads, case.num_kv_heads, case.head_dim, case.window, len(lengths) + 1, rows, case.dtype, device
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.window,
+        len(lengths) + 1,
+        rows,
+        case.dtype,
+        cache_dtype,
+        device,
     )
     projected = projected.to(device)
     query, key, value = projected.split([case.num_heads, case.num_kv_heads, case.num_kv_heads], dim=1)
@@ -201,7 +209,7 @@ def test_sequences_without_query_tokens_are_left_out(device: torch.device) -> No
     case = Case([1, 17], [40, 3])
     step = make_step(case, device)
     expected = attend(case, step)
-    padded = make_attention_plan(4, 2, 64, None, 4, 18, torch.float32, device)
+    padded = make_attention_plan(4, 2, 64, None, 4, 18, torch.float32, torch.float32, device)
     starts = torch.cat((step.query_start_loc, step.query_start_loc[-1:].repeat(2)))
     plan_attention(padded, starts, torch.cat((step.seq_lens, torch.zeros(2, dtype=torch.int32, device=device))))
     tables = torch.cat((step.block_tables, torch.zeros_like(step.block_tables)))
@@ -213,7 +221,7 @@ def test_sequences_without_query_tokens_are_left_out(device: torch.device) -> No
 
 def test_a_plan_serves_steps_of_any_composition(device: torch.device) -> None:
     """Lists of an earlier, larger step must not be taken up again."""
-    plan = make_attention_plan(4, 2, 64, None, 5, 64, torch.float32, device)
+    plan = make_attention_plan(4, 2, 64, None, 5, 64, torch.float32, torch.float32, device)
     for queries, contexts in (([1] * 5, [500, 400, 300, 200, 100]), ([60, 1], [0, 130]), ([1], [2]), ([30], [7])):
         case = Case(queries, contexts)
         step = make_step(case, device)
@@ -275,7 +283,7 @@ def test_refuses_what_does_not_fit_together(device: torch.device) -> None:
     with pytest.raises(ValueError, match="room"):
         plan_attention(step.plan, torch.arange(4, device=device), torch.ones(3, dtype=torch.int32, device=device))
     with pytest.raises(ValueError, match="multiple"):
-        make_attention_plan(6, 4, 64, None, 1, 1, torch.float32, device)
+        make_attention_plan(6, 4, 64, None, 1, 1, torch.float32, torch.float32, device)
 
 
 GPU_CASES = {

@@ -171,6 +171,44 @@ def test_a_copied_block_that_another_has_outgrown_goes_when_the_plan_is_complete
     assert num_found(manager, [0, 1, 2]) == 3
 
 
+def test_a_fork_of_what_is_copied_in_the_same_plan_copies_from_the_same_source():
+    """All copies of a plan are made at once, in any order."""
+    manager = BlockManager(20, 4)
+    (first,) = compute_together(manager, [0, 1, 2, 3, 4, 5])
+    manager.forget(first)
+    parent, child = make_sequence(1, 7), make_sequence(2, 7)
+    source, destination = manager.share(parent, manager.find(parent))
+    assert allocate(manager, parent, 7) is None
+    manager.fork(parent, child, 6)
+    copy = allocate(manager, child, 7)
+    assert copy is not None and copy == (source, child.block_table[1])
+    assert destination == parent.block_table[1] != child.block_table[1]
+    manager.end_plan([parent, child])
+    audit(manager)
+
+
+def test_a_copy_is_made_of_the_longer_block_that_has_taken_the_place_of_what_was_found():
+    """Room for the one that found it was made by freeing one that had gone on from there."""
+    manager = BlockManager(20, 4)
+    (first,) = compute_together(manager, [0, 1])
+    manager.forget(first)
+    longer = make_sequence(1, 0)
+    longer.token_ids = [0, 1, 2]
+    manager.allocate(longer, 3)
+    longer.num_computed = 3
+    manager.end_plan([longer])
+    finder = make_sequence(2, 0)
+    finder.token_ids = [0, 1, 9]
+    match = manager.find(finder)
+    assert match.num_tokens == 2
+    manager.free(longer)
+    assert not match.source.is_attached
+    source, _ = manager.share(finder, match)
+    assert manager.tree.nodes[source].key == pack_ids([0, 1, 2])
+    manager.end_plan([])
+    audit(manager)
+
+
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 

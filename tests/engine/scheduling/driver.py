@@ -15,10 +15,12 @@ from engine.scheduling.latency import LatencyModel
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from engine.simulation.device import SimulatedDisk
+from engine.simulation.simulated_model import EosRule
 from streamkv.config import PreemptionMode
 from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
-from tests.support.scripted_executor import EosRule, ScriptedDisk, ScriptedExecutor, ScriptedLaunch
+from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
 
 
 class Driver:
@@ -42,7 +44,7 @@ class Driver:
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         num_disk_blocks: int = 0,
-        disk: ScriptedDisk | None = None,
+        disk: SimulatedDisk | None = None,
         preemption_mode: PreemptionMode = "auto",
         latency: LatencyModel | None = None,
         ageing_s: float = 30.0,

@@ -1,15 +1,12 @@
 """Whether a request that ranks its choices returned the right ones: against a search without blocks or steps."""
 
-from array import array
 from collections.abc import Sequence as Ids
 
 from engine.plan import NewSequence
-from engine.scheduling.beam_search import Hypothesis
+from engine.scheduling.beam_search import BeamSearch, Hypothesis
 from engine.sequence import Request
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling.driver import Driver
-from tests.support import scripted_candidates
-from tests.support.scripted_candidates import Candidates
 from tests.support.scripted_executor import ScriptedExecutor
 
 Choice = tuple[list[int], str, str]
@@ -40,24 +37,18 @@ def check_ranked(driver: Driver, request: Request, may_outgrow: bool = False) ->
 
 
 def best_of(executor: ScriptedExecutor, prompt: Ids[int], sampling: SamplingParams) -> list[Choice]:
-    def mean(choice: Choice) -> float:
-        logprobs = [
-            scripted_candidates.logprob([*prompt, *choice[0][:place]], token) for place, token in enumerate(choice[0])
-        ]
-        return sum(logprobs) / len(logprobs)
-
-    everything = [executor.expected_output(prompt, sampling, choice) for choice in range(sampling.best_of)]
-    return sorted(everything, key=mean, reverse=True)[: sampling.n]
+    endings = [
+        executor.model.generate(prompt, sampling, choice, executor.max_len) for choice in range(sampling.best_of)
+    ]
+    endings.sort(key=lambda ending: ending.total / len(ending.token_ids), reverse=True)
+    return [(ending.token_ids, ending.finish_reason, ending.cause) for ending in endings[: sampling.n]]
 
 
 def beams(executor: ScriptedExecutor, prompt: Ids[int], sampling: SamplingParams, cut_at: int = 0) -> list[Choice]:
+    """What a search returns, with no blocks or steps. cut_at: end it when the beams have so many generated tokens."""
     eos = () if sampling.ignore_eos else executor.eos_token_ids
     facts = NewSequence(0, 0, sampling, len(prompt), eos)
-    capacity = (executor.num_blocks - 1) * executor.block_size
-    max_len = min(executor.max_model_len, capacity, len(prompt) + sampling.max_tokens)
-
-    def model(tokens: list[int]) -> Candidates:
-        return executor.likeliest(array("i", tokens), array("i", range(len(tokens))), facts)
+    max_len = min(executor.max_len, len(prompt) + sampling.max_tokens)
 
     def choice(hypothesis: Hypothesis) -> Choice:
         tokens = hypothesis.token_ids
@@ -66,5 +57,13 @@ def beams(executor: ScriptedExecutor, prompt: Ids[int], sampling: SamplingParams
         return tokens, "stop", "eos" if tokens[-1] in eos else "stop_id"
 
     stops = frozenset({*eos, *sampling.stop_token_ids})
-    kept = scripted_candidates.beam_search(model, prompt, sampling, stops, max_len, cut_at)
-    return [choice(hypothesis) for hypothesis in kept[: sampling.n]]
+    search = BeamSearch(sampling.beam_width, sampling.length_penalty, stops, max_len - len(prompt))
+    outputs: list[list[int]] = [[]]
+    while outputs:
+        if cut_at and len(outputs[0]) == cut_at:
+            search.cut(outputs.__getitem__)
+            break
+        candidates = [executor.likeliest([*prompt, *output], facts) for output in outputs]
+        live = search.step(len(outputs[0]) + 1, outputs.__getitem__, candidates)
+        outputs = [[*outputs[continuation.beam], continuation.token_id] for continuation in live]
+    return [choice(hypothesis) for hypothesis in search.kept[: sampling.n]]

@@ -71,7 +71,7 @@ def look_at_everything(
     return kept
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     models(),
     st.integers(1, 5),
@@ -89,7 +89,7 @@ def test_the_search_keeps_what_one_that_looks_at_everything_keeps(
     assert [(hypothesis.token_ids, hypothesis.is_stopped, hypothesis.score) for hypothesis in found] == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(models(), st.sets(st.integers(0, 5), max_size=2), st.integers(1, 4), st.integers(1, 3))
 def test_without_length_penalty_enough_beams_find_the_likeliest_of_all_sequences(
     sized: tuple[int, Model], stop_ids: set[int], max_output: int, num_wanted: int

@@ -6,10 +6,10 @@ import pytest
 
 from engine.plan import StepPlan
 from engine.sequence import Request, SequenceState
+from engine.simulation.simulated_model import end_after, end_one_in
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
 from tests.engine.scheduling.ranked import check_ranked
-from tests.support.scripted_executor import end_after, end_one_in
 
 PROMPT = list(range(3, 13))
 

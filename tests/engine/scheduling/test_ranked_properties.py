@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.kv.audit import audit
+from engine.simulation.simulated_model import end_one_in
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
 from tests.engine.scheduling.ranked import check_ranked
-from tests.support.scripted_executor import end_one_in
 
 VOCAB_SIZE = 40
 SHARED = list(range(3, 33))

@@ -7,10 +7,10 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.queue import QueueFull
 from engine.scheduling.usage import KVUsage
 from engine.sequence import SequenceState
+from engine.simulation.simulated_model import end_after, end_one_in
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling.driver import Driver
-from tests.support.scripted_executor import end_after, end_one_in
 
 
 def prompt_of(num_tokens: int, start: int = 3) -> list[int]:

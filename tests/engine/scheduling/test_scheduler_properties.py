@@ -8,10 +8,11 @@ from engine.kv.audit import audit
 from engine.plan import StepLoad
 from engine.scheduling.latency import LatencyModel
 from engine.sequence import Request
+from engine.simulation.device import SimulatedDisk
+from engine.simulation.simulated_model import end_one_in
 from streamkv.config import PreemptionMode
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
-from tests.support.scripted_executor import ScriptedDisk, end_one_in
 
 VOCAB_SIZE = 40
 SHARED = list(range(3, 33))
@@ -71,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if copy_cost:
             steps = [(StepLoad(num, num * num, 0, 0, 1), num * 0.001) for num in (1, 8, 64)]
             latency = LatencyModel(steps, block_bytes=1000, host_bytes_per_s=1e6 / copy_cost)
-        self.disk = ScriptedDisk()
+        self.disk = SimulatedDisk()
         self.make_driver = lambda: Driver(
             num_blocks=num_blocks,
             block_size=block_size,

@@ -5,9 +5,9 @@ import pytest
 from engine.plan import StepLoad
 from engine.scheduling.latency import LatencyModel
 from engine.sequence import Request, Sequence, SequenceState
+from engine.simulation.device import SimulatedDisk
 from engine.transfer import TransferKind
 from tests.engine.scheduling.driver import Driver
-from tests.support.scripted_executor import ScriptedDisk
 
 
 def prompt_of(num_tokens: int, start: int = 3) -> list[int]:
@@ -328,7 +328,7 @@ def test_a_full_disk_loses_nothing_but_the_cache():
 
 @pytest.mark.parametrize("num_tokens", [4, 5, 8, 9])
 def test_a_restart_with_a_warm_disk_computes_only_the_rest(num_tokens: int):
-    disk = ScriptedDisk()
+    disk = SimulatedDisk()
     first = Driver(num_blocks=20, block_size=4, num_host_blocks=20, num_disk_blocks=40, disk=disk)
     first.submit(prompt_of(num_tokens), max_tokens=1, cache_salt="")
     first.run().check_all()

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.plan import NewSequence, ScheduledSequence, StepPlan
+from engine.plan import StepPlan
 from engine.simulation.device import PlanViolation, SimulatedDevice, SimulatedDisk, load_of
 from engine.simulation.simulated_model import SimulatedModel
 from engine.transfer import StoredBlock, Transfer, TransferKind
-from streamkv.sampling import SamplingParams
+from tests.engine.simulation.plans import GREEDY, entry, facts, plan_of
 
-GREEDY = SamplingParams(seed=0, max_tokens=20, temperature=0.0)
 MODEL = SimulatedModel()
 
 
@@ -18,40 +17,11 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return MODEL.generate(prompt, GREEDY, 0, 60, num_tokens).token_ids
 
 
-def entry(sequence_id: int, start: int, token_ids: list[int], blocks: list[int], **changes) -> ScheduledSequence:
-    values = {
-        "sequence_id": sequence_id,
-        "start": start,
-        "num_tokens": len(token_ids),
-        "is_prefill": start == 0,
-        "samples": True,
-        "token_ids": token_ids,
-        "new_block_ids": blocks,
-    }
-    return ScheduledSequence(**{**values, **changes})
-
-
-def plan_of(step: int, *entries: ScheduledSequence, **changes) -> StepPlan:
-    num_prefills = sum(e.is_prefill for e in entries)
-    plan = StepPlan(
-        step=step,
-        scheduled=list(entries),
-        total_num_scheduled_tokens=sum(e.num_tokens for e in entries),
-        num_prefill_requests=num_prefills,
-        num_decode_requests=len(entries) - num_prefills,
-    )
-    return replace(plan, load=load_of(plan), **changes)
-
-
-def facts(sequence_id: int, num_prompt: int = 3) -> NewSequence:
-    return NewSequence(sequence_id, 0, GREEDY, num_prompt, (2,))
-
-
 class Device(SimulatedDevice):
     """16 blocks of 4 tokens, and as many below."""
 
     def __init__(self, **settings) -> None:
-        super().__init__(MODEL, 16, 4, num_host_blocks=8, **settings)
+        super().__init__(MODEL, 16, 4, num_host_blocks=8, num_disk_blocks=4, **settings)
 
     def run(self, plan: StepPlan) -> list[int]:
         return self.compute(plan).token_ids
@@ -222,7 +192,7 @@ def test_copies_between_device_and_host_are_done_in_order():
 
 
 def test_blocks_go_down_to_the_disk_and_come_back_as_they_were():
-    device = Device(disk=SimulatedDisk(4))
+    device = Device(disk=SimulatedDisk())
     prompt = [5, 6, 7, 8, 9]
     device.start(1, prompt, [1, 2], 0)
     stored = block()
@@ -281,7 +251,7 @@ def test_a_transfer_that_breaks_its_promises_is_refused(transfers: list[Transfer
 
 
 def test_a_damaged_block_is_reported_once_and_gone():
-    device = Device(disk=SimulatedDisk(4))
+    device = Device(disk=SimulatedDisk())
     device.start(1, [5, 6, 7, 8, 9], [1, 2], 0)
     stored = block()
     for transfer in (down(1, [1], [3]), Transfer(2, TransferKind.HOST_TO_DISK, [], [3], [stored])):
@@ -294,23 +264,29 @@ def test_a_damaged_block_is_reported_once_and_gone():
     assert device.disk.stored() == []
 
 
-def test_a_full_disk_is_reported():
-    device = Device(disk=SimulatedDisk(1))
+def test_a_full_disk_is_reported_and_an_overfull_one_is_refused():
+    device = Device(disk=SimulatedDisk())
     device.start(1, [5, 6, 7, 8, 9, 10, 11, 12], [1, 2], 0)
     first = down(1, [1, 2], [3, 4])
     device.begin(first)
     device.finish(first)
     write = Transfer(2, TransferKind.HOST_TO_DISK, [], [3, 4], [block(), block(b"more", 2)])
+    device.disk.rejected.add(block(b"more", 2).digest)
     device.begin(write)
     assert device.finish(write) == [1]
+    device.num_disk_blocks = 1
+    write = Transfer(3, TransferKind.HOST_TO_DISK, [], [3, 4], write.stored)
+    device.begin(write)
+    with pytest.raises(PlanViolation, match="2 blocks are on disk, 1 may be"):
+        device.finish(write)
 
 
 def test_a_start_finds_parents_first_and_drops_orphans():
-    disk = SimulatedDisk(8)
+    disk = SimulatedDisk()
     first, second = block(b"a"), StoredBlock(b"b", block(b"a").digest, 2, b"b")
     orphan = StoredBlock(b"c", b"lost", 2, b"c")
     values = Device().memory[1]
     for stored in (second, orphan, first):
         disk.write(stored, values)
     assert disk.stored() == [first, second]
-    assert orphan.digest not in disk.records
+    assert orphan.digest not in disk.blocks
