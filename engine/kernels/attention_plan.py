@@ -18,7 +18,7 @@ MIN_PART_TOKENS = 128
 """The smallest part of a context: below it the sum over the parts costs more than their reading."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "min_part_tiles"])
 def _plan_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
@@ -43,32 +43,37 @@ def _plan_kernel(
     query_len = tl.load(query_start_loc_ptr + seqs + 1, mask=exists, other=0) - query_start
     seq_len = tl.load(seq_lens_ptr + seqs, mask=exists, other=0)
     is_this = seqs == this
-    is_before = seqs < this
     my_query_start = tl.sum(tl.where(is_this, query_start, 0))
     my_query_len = tl.sum(tl.where(is_this, query_len, 0))
     my_seq_len = tl.sum(tl.where(is_this, seq_len, 0))
 
     # Short queries: contexts are cut into parts of at most `part_tiles`, the fewest tiles with which all parts run at
-    # once, or, where there are too many sequences for that, with which the longest do not outlast the rest.
+    # once, or, where there are too many sequences for that, with which the longest do not outlast the rest. The longest
+    # parts come first in the list, and so begin first.
     is_short = (query_len > 0) & (query_len <= SHORT_TOKENS)
     first_tile = tl.zeros([SEQS], tl.int32)
     if WINDOW > 0:
         first_tile = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // TILE
     num_tiles = tl.where(is_short, tl.cdiv(seq_len, TILE) - first_tile, 0)
-    room = tl.maximum(num_programs, tl.sum(is_short.to(tl.int32)) + num_programs // 2)
+    num_short = tl.sum(is_short.to(tl.int32))
+    longest = tl.max(num_tiles, axis=0)
+    is_ragged = longest * num_short > 2 * tl.sum(num_tiles)
+    room = tl.maximum(num_programs, num_short + tl.where(is_ragged, num_programs, num_programs // 2))
     low = min_part_tiles
-    part_tiles = tl.maximum(tl.max(num_tiles, axis=0), min_part_tiles)
+    part_tiles = tl.maximum(longest, min_part_tiles)
     for _ in range(20):
         middle = (low + part_tiles) // 2
         fits = tl.sum(tl.cdiv(num_tiles, middle)) <= room
         part_tiles = tl.where(fits, middle, part_tiles)
         low = tl.where(fits, low, tl.minimum(middle + 1, part_tiles))
     num_parts = tl.cdiv(num_tiles, part_tiles)
-    before = tl.sum(tl.where(is_before, num_parts, 0))
+    part_len = tl.cdiv(num_tiles, tl.maximum(num_parts, 1))
     my_parts = tl.sum(tl.where(is_this, num_parts, 0))
     my_first = tl.sum(tl.where(is_this, first_tile, 0))
     my_tiles = tl.sum(tl.where(is_this, num_tiles, 0))
-    my_part_tiles = tl.cdiv(my_tiles, tl.maximum(my_parts, 1))
+    my_part_tiles = tl.sum(tl.where(is_this, part_len, 0))
+    is_before = (part_len > my_part_tiles) | ((part_len == my_part_tiles) & (seqs < this))
+    before = tl.sum(tl.where(is_before, num_parts, 0))
     for at in range(0, my_parts, ITEMS):
         part = at + tl.arange(0, ITEMS)
         in_list = part < my_parts
@@ -142,6 +147,7 @@ class AttentionPlan:
     head_dim: int
     sliding_window: int
     """0: none."""
+    is_deterministic: bool
     max_num_seqs: int
     few: ShortTiles
     """For at most max_few sequences: deep buffers, one program a multiprocessor."""
@@ -173,7 +179,7 @@ class AttentionPlan:
     @property
     def short_tokens(self) -> int:
         """Queries of at most so many tokens are short: their context is divided among programs."""
-        return self.short_rows // self.group_size
+        return 0 if self.is_deterministic else self.short_rows // self.group_size
 
     @property
     def long_tokens(self) -> int:
@@ -198,11 +204,15 @@ def make_attention_plan(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
+    is_deterministic: bool = False,
 ) -> AttentionPlan:
     """Buffers for steps of at most max_num_seqs sequences and max_num_tokens tokens.
 
     dtype: of queries; cache_dtype: of the cache. sliding_window: a query sees itself and the sliding_window - 1
     positions before it; None: all.
+    is_deterministic: no query is short, so that all sums are taken in the order of positions by one program. A token's
+        result then has the same bits whatever the batch and the chunks, if all is read from the cache; decodes of few
+        sequences take several times longer.
     For 32 heads of 128 and 256 sequences on 132 multiprocessors it takes 21 MB.
     Raises ValueError when num_heads is no multiple of num_kv_heads, or a group has more than 128 heads.
     """
@@ -218,7 +228,9 @@ def make_attention_plan(
         num_processors = properties.multi_processor_count
         shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     few, many = _choose_short_tiles(head_dim, num_kv_heads, cache_dtype, num_processors, shared_bytes)
-    max_few = min(max_num_seqs, max(1, 2 * num_processors // num_kv_heads))
+    # Half of the bytes are under way with float8: more programs than one a multiprocessor are needed sooner.
+    few_programs = num_processors // 4 if cache_dtype == torch.float8_e4m3fn else 2 * num_processors
+    max_few = min(max_num_seqs, max(1, few_programs // num_kv_heads))
     max_parts = max(max_few + few.num_programs, max_num_seqs + many.num_programs)
     rows = _short_rows(group_size) // group_size * group_size
     max_query_tiles = triton.cdiv(max_num_tokens, QUERY_ROWS // group_size) + max_num_seqs
@@ -231,6 +243,7 @@ def make_attention_plan(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         sliding_window=sliding_window or 0,
+        is_deterministic=is_deterministic,
         max_num_seqs=max_num_seqs,
         few=few,
         many=many,
@@ -260,7 +273,10 @@ def _choose_short_tiles(
 
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     tile = min(128, max(16, 128 * 256 // row_bytes))
-    many = spread(min(64, max(16, tile // 2)), 2, 1, 8 if row_bytes <= 128 else 4)
+    if dtype.itemsize == 1:
+        many = spread(64, 2, 2, 4)
+    else:
+        many = spread(min(64, max(16, tile // 2)), 2, 1, 8 if row_bytes <= 128 else 4)
     if 4 * tile * row_bytes + 16 * row_bytes > shared_bytes - 4096:
         return many, many
     return spread(tile, 8 if row_bytes >= 512 else 4, 2, 1), many
@@ -295,10 +311,11 @@ def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens:
         num_seqs,
         tiles.num_programs,
         max(1, MIN_PART_TOKENS // tiles.tile),
-        SEQS=triton.next_power_of_2(num_seqs),
+        SEQS=triton.next_power_of_2(plan.max_num_seqs),  # one kernel for batches of all sizes
         SHORT_TOKENS=plan.short_tokens,
         LONG_TOKENS=plan.long_tokens,
         TILE=tiles.tile,
         WINDOW=plan.sliding_window,
         ITEMS=64,
+        num_warps=1 if plan.max_num_seqs <= 512 else 4,  # one warp sums up without a barrier
     )

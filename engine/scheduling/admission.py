@@ -89,8 +89,13 @@ class Admission:
         for sequence in self._roster.walk():
             if self._num_remaining(sequence) <= draft.budget_tokens:
                 return False
-            if not sequence.block_table and self._find_parent(draft, sequence) != (None, False):
-                continue  # little is left to compute, or will be soon
+            if not sequence.block_table:
+                if self._find_parent(draft, sequence) != (None, False):
+                    continue  # little is left to compute, or will be soon
+                group = self._roster.beam_groups.get(sequence.request)
+                is_beam = group is not None and group.has_branched  # which is computed again and never fetched
+                if not is_beam and self._transfers.fetches(sequence, self._blocks.find(sequence)):
+                    return False  # to be fetched, if those that run leave the blocks for it
             budget_tokens = draft.budget_tokens
             draft.budget_tokens = sequence.num_tokens
             outcome = self._admit(draft, sequence)

@@ -13,6 +13,8 @@ from streamkv.errors import StreamKVError
 OrderKey = tuple[int, float, float, int]
 """(level, deadline, arrival, sequence id)."""
 
+_MAX_OLD_HEADS: Final = 256
+"""Entries of the heap of lines that do not count any more, beside four for each line."""
 _SHORTEST_AGEING_S: Final = 0.001
 """A clock's steps must not be lost in the rounding of its readings."""
 _MAX_SKIPPED_OF_A_TENANT: Final = 64
@@ -31,22 +33,28 @@ class _Line:
     """Waiting sequences in order: a sorted list, of which adding and removing moves O(n) pointers, which for a
     thousand costs less than a heap's comparisons."""
 
-    __slots__ = ("keys", "sequences", "tenant")
+    __slots__ = ("keys", "sequences", "tenant", "version")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
+        self.version = 0
+        """Of its newest entry in the heap of lines: older ones do not count."""
         self.keys: list[OrderKey] = []
         self.sequences: list[Sequence] = []
 
-    def add(self, key: OrderKey, sequence: Sequence) -> None:
+    def add(self, key: OrderKey, sequence: Sequence) -> bool:
+        """Whether it is the first now."""
         index = bisect_left(self.keys, key)
         self.keys.insert(index, key)
         self.sequences.insert(index, sequence)
+        return not index
 
-    def remove(self, key: OrderKey, sequence: Sequence) -> None:
+    def remove(self, key: OrderKey, sequence: Sequence) -> bool:
+        """Whether it was the first."""
         index = bisect_left(self.keys, key)
         assert self.sequences[index] is sequence
         del self.keys[index], self.sequences[index]
+        return not index
 
 
 class _Place:
@@ -81,8 +89,13 @@ class WaitingQueue:
         self._places: dict[Sequence, _Place] = {}
         self._lines: dict[str, _Line] = {}
         self._holders = _Line("")
+        self._heads: list[tuple[int, int, OrderKey, int, _Line]] = []
+        """A heap of (level, tokens served, key) of each line's first, version and line. What has been served since
+        makes an entry too low, never too high."""
         self._priorities: list[int] = []
         """Of all that wait, in order."""
+        self._top = 0
+        """The first of them when the heap was made."""
         self._rises: list[tuple[float, int, Sequence]] = []
         """A heap of (when its level rises, sequence id, sequence), with entries of some that have left."""
         self._moved: list[Sequence] = []
@@ -119,40 +132,49 @@ class WaitingQueue:
         self._moved.append(sequence)
 
     def walk(self) -> Iterator[Sequence]:
-        """From the first on. The queue must not change meanwhile.
+        """From the first on. The queue must not change meanwhile; the one handed out last may be removed by whoever then
+        walks no further.
 
         The sequence handed out last may have begun to run: what was computed of it counts for its tenant at once.
-        Costs O(tenants), then O(log tenants) a sequence.
+        O(log tenants) a sequence, and O(tenants) when the highest priority that waits is another one than before.
         """
         self._settle()
         if not self._places:
             return
-        top, shares = self._priorities[0], self._shares
+        top, shares = self._top, self._shares
         holders = list(zip(self._holders.keys, self._holders.sequences, strict=True))
         holders.reverse()
-        heads = [
-            (max(line.keys[0][0], top), shares.served(line.tenant), line.keys[0], 0, 0, line)
-            for line in self._lines.values()
-        ]
-        heapify(heads)
-        while heads:
-            level, _, _, index, num_skipped, line = heads[0]
-            while holders and max(holders[-1][0][0], top) <= level:
+        begun: list[tuple[int, int, OrderKey, int, int, _Line]] = []
+        """A heap of the lines of which the walk has handed out some: as in _heads, with the place in the line and how
+        many were handed out in vain."""
+        taken: list[_Line] = []
+        try:
+            while (head := self._first_head()) is not None or begun:
+                if head is not None and (not begun or head[:3] < begun[0][:3]):
+                    heappop(self._heads)
+                    level, index, num_skipped, line = head[0], 0, 0, head[4]
+                    taken.append(line)
+                else:
+                    level, _, _, index, num_skipped, line = heappop(begun)
+                while holders and max(holders[-1][0][0], top) <= level:
+                    yield holders.pop()[1]
+                sequence = line.sequences[index]
+                yield sequence
+                if sequence.state is SequenceState.RUNNING:
+                    shares.charge(sequence)
+                else:
+                    num_skipped += 1
+                index += 1
+                if index < len(line.keys) and num_skipped <= _MAX_SKIPPED_OF_A_TENANT:
+                    key = line.keys[index]
+                    entry = (max(key[0], top), shares.served(line.tenant), key, index, num_skipped, line)
+                    heappush(begun, entry)
+            while holders:
                 yield holders.pop()[1]
-            sequence = line.sequences[index]
-            yield sequence
-            if sequence.state is SequenceState.RUNNING:
-                shares.charge(sequence)
-            else:
-                num_skipped += 1
-            index += 1
-            if index == len(line.keys) or num_skipped > _MAX_SKIPPED_OF_A_TENANT:
-                heappop(heads)
-            else:
-                key = line.keys[index]
-                heapreplace(heads, (max(key[0], top), shares.served(line.tenant), key, index, num_skipped, line))
-        while holders:
-            yield holders.pop()[1]
+        finally:
+            for line in taken:
+                if line.keys:  # none are left if the last one was removed just now
+                    self._put_in_order(line)
 
     def is_behind(self, other: Sequence, sequence: Sequence) -> bool:
         """Whether `other`, which waits and holds blocks, comes later than `sequence`, which waits, by the order in
@@ -171,14 +193,39 @@ class WaitingQueue:
             tenant = sequence.request.tenant
             found = self._lines.get(tenant)
             line = self._lines[tenant] = _Line(tenant) if found is None else found
-        line.add(key, sequence)
+        if line.add(key, sequence) and line is not self._holders:
+            self._put_in_order(line)
         return line
 
     def _leave(self, sequence: Sequence, place: _Place) -> None:
         line = place.line
-        line.remove(place.key, sequence)
-        if not line.keys and line is not self._holders:
+        was_first = line.remove(place.key, sequence)
+        if line is self._holders:
+            return
+        if not line.keys:
             del self._lines[line.tenant]
+            line.version = -1
+        elif was_first:
+            self._put_in_order(line)
+
+    def _put_in_order(self, line: _Line) -> None:
+        """The line's first is another one than before."""
+        line.version += 1
+        key = line.keys[0]
+        heappush(self._heads, (max(key[0], self._top), self._shares.served(line.tenant), key, line.version, line))
+
+    def _first_head(self) -> tuple[int, int, OrderKey, int, _Line] | None:
+        """Which line comes first of those in the heap, with what was served by now."""
+        heads = self._heads
+        while heads:
+            level, num_served, key, version, line = heads[0]
+            if version != line.version:
+                heappop(heads)
+            elif num_served == (now_served := self._shares.served(line.tenant)):
+                return heads[0]
+            else:
+                heapreplace(heads, (level, now_served, key, version, line))
+        return None
 
     def _settle(self) -> None:
         """Put everybody where they belong by now."""
@@ -189,8 +236,7 @@ class WaitingQueue:
                 place.line = self._enter(sequence, place.key)
         self._moved.clear()
         rises = self._rises
-        if not rises or rises[0][0] > (now_s := self._clock()):
-            return
+        now_s = self._clock() if rises else 0.0
         while rises and rises[0][0] <= now_s:
             due_s, sequence_id, sequence = heappop(rises)
             place = self._places.get(sequence)
@@ -202,6 +248,13 @@ class WaitingQueue:
             place.line = self._enter(sequence, place.key)
             place.rises_at_s = due_s + num_levels * self._ageing_s
             heappush(rises, (place.rises_at_s, sequence_id, sequence))
+        if self._priorities and (
+            self._top != self._priorities[0] or len(self._heads) > 4 * len(self._lines) + _MAX_OLD_HEADS
+        ):
+            self._top = self._priorities[0]
+            self._heads.clear()
+            for line in self._lines.values():
+                self._put_in_order(line)
 
 
 class RunningList:

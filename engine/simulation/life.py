@@ -8,6 +8,7 @@ from typing import Final
 from engine.executor import DeviceLimits
 from engine.kv.audit import audit
 from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_tree import Node
 from engine.kv.tiers import TierSizes
 from engine.plan import StepLoad, StepPlan
 from engine.scheduling.latency import LatencyModel
@@ -18,6 +19,8 @@ from engine.simulation.device import Known, SimulatedDevice, SimulatedDisk
 from engine.simulation.executor import SimulatedExecutor, SimulatedLaunch
 from engine.simulation.expectation import FAILURE
 from engine.simulation.scenario import EngineSetup
+from engine.simulation.simulated_model import start_of, values_behind
+from streamkv.protocol import unpack_ids
 
 BLOCK_BYTES: Final = 1000
 _AUDIT_ODDS: Final = 0.1
@@ -127,6 +130,7 @@ class EngineLife:
         yield self.scheduler.expire()
         if self._dice.random() < _AUDIT_ODDS:
             audit(self.blocks)
+            self.check_content()
             self._has_moved = True
         while len(self.in_flight) < self.executor.max_in_flight and (plan := self.scheduler.plan()) is not None:
             self._launch(plan)
@@ -138,6 +142,18 @@ class EngineLife:
         if is_idle and self.scheduler.has_runnable and self.scheduler.next_deadline_s > self._clock():
             num_running, num_waiting = self.scheduler.num_running, self.scheduler.num_waiting
             raise Standstill(f"{num_running} run, {num_waiting} wait, no step is planned and nothing is on its way")
+
+    def begin_flush(self) -> None:
+        """The engine was asked to end: it takes no more turns and writes to disk what it has cached."""
+        self.blocks.flush()
+        self._start_transfers()
+
+    def flush(self) -> bool:
+        """One turn of that. Whether all is written."""
+        self._finish_transfers()
+        self._start_transfers()
+        audit(self.blocks)
+        return not self.blocks.num_unfinished_transfers
 
     def _launch(self, plan: StepPlan) -> None:
         self.num_planned += 1
@@ -172,6 +188,28 @@ class EngineLife:
                 names = " ".join(block.digest.hex()[:8] for block in transfer.stored)
                 self._note(f"transfer {transfer.transfer_id} {transfer.kind.name} {places} {names}")
             self.executor.start_transfer(transfer, lambda: None)
+
+    def check_content(self) -> None:
+        """What the prefix tree says is in a block is in it, on every tier, though nobody reads it. Raises
+        AssertionError."""
+        below: list[tuple[Node, int]] = [
+            (root, start_of(root.namespace)) for root in self.blocks.tree.roots.values() if root.namespace is not None
+        ]
+        device = self.device
+        while below:
+            parent, before = below.pop()
+            for node in parent.children.values():
+                values = values_behind(before, unpack_ids(node.key))
+                where = {"on the device": device.memory[node.block_id] if node.is_on_device else None}
+                if node.host_id and node.is_complete_on_host:
+                    where["in host memory"] = device.host[node.host_id]
+                if node.disk_id and node.digest in device.disk.blocks:
+                    where["on disk"] = device.disk.blocks[node.digest][1]
+                for tier, held in where.items():
+                    assert held is None or held[: len(values)] == values, (
+                        f"{tier}, block {node.block_id}, host block {node.host_id}: not what the tree says"
+                    )
+                below.append((node, values[-1]))
 
     def check_idle(self) -> None:
         """Nothing is left of what has been served. Raises AssertionError."""

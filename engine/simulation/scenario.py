@@ -107,7 +107,7 @@ class Restart:
     at_s: float
     takes_s: float
     is_asked: bool
-    """It may write to disk what it has cached."""
+    """It may write to disk what it has cached, for as long as it takes."""
     keeps_disk: bool
 
 
@@ -139,11 +139,11 @@ class _Author:
         dice = self._dice
         requests = list(self._requests(num_requests))
         restarts: list[Restart] = []
-        if dice.random() < 0.3:
+        if dice.random() < (0.5 if self._setup.num_disk_blocks else 0.25):
             at_s = 0.0
             for _ in range(dice.choice((1, 1, 2, 3))):
                 at_s += dice.uniform(0.02, _LATEST_FAULT_S)
-                restarts.append(Restart(at_s, dice.uniform(0.0, 0.3), dice.random() < 0.4, dice.random() < 0.8))
+                restarts.append(Restart(at_s, dice.uniform(0.0, 0.5), dice.random() < 0.5, dice.random() < 0.8))
         meddle_odds = dice.choice((0.0, 0.0, 0.01, 0.05, 0.2))
         return Scenario(self._seed, self._setup, requests, restarts, meddle_odds)
 
@@ -158,8 +158,8 @@ class _Author:
         num_blocks = 1 + min(pool_len, max(_MAX_BLOCKS, fits_one))
         budget = dice.choice((1, 4, 8, 16, 16, 32, 64, 200))
         is_caching = dice.random() < 0.9
-        num_host_blocks = dice.choice((0, 0, 2, num_blocks // 2 + 1, num_blocks * 2)) if is_caching else 0
-        num_disk_blocks = dice.choice((0, 3, num_blocks, num_blocks * 4)) if num_host_blocks else 0
+        num_host_blocks = dice.choice((0, 2, num_blocks // 2 + 1, num_blocks * 2)) if is_caching else 0
+        num_disk_blocks = dice.choice((0, 3, num_blocks, num_blocks * 3)) if num_host_blocks else 0
         modes: tuple[PreemptionMode, ...] = ("auto", "recompute", "swap") if num_host_blocks else ("auto", "recompute")
         cost = StepCost(
             base_s=dice.choice((0.001, 0.005, 0.02)),

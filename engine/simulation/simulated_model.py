@@ -66,13 +66,18 @@ def num_tokens_before(value: int) -> int:
     return (value & _POSITION_MASK) - 1
 
 
-def values_of(token_ids: Iterable[int], namespace: tuple[str, str] = ("", "")) -> "array[int]":
-    """The values of a sequence's slots, from its first token on."""
-    values, before = array("Q"), start_of(namespace)
+def values_behind(before: int, token_ids: Iterable[int]) -> "array[int]":
+    """The values of tokens that follow a slot with this value, or a start_of."""
+    values = array("Q")
     for token_id in token_ids:
         before = value_after(before, token_id)
         values.append(before)
     return values
+
+
+def values_of(token_ids: Iterable[int], namespace: tuple[str, str] = ("", "")) -> "array[int]":
+    """The values of a sequence's slots, from its first token on."""
+    return values_behind(start_of(namespace), token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +132,22 @@ class SimulatedModel:
 
     def rank(self, digest: int, facts: NewSequence, position: int) -> list[tuple[int, float]]:
         """As `candidates`, from the digest of the values."""
-        sampling = facts.sampling
-        num_before = position - facts.num_prompt
-        seen: set[int] = set()
-        if num_before < sampling.min_tokens:
-            seen.update(facts.eos_token_ids, sampling.stop_token_ids)
-        num_wanted = min(facts.num_candidates, self.vocab_size) - len(seen)
-        likeliest: list[tuple[int, float]] = []
-        draw, logprob, gap = digest, -(digest % 16) / 64, (1 + digest // 16 % 8) / 64
-        while len(likeliest) < num_wanted:
+        sampling, num_before = facts.sampling, position - facts.num_prompt
+        is_early = num_before < sampling.min_tokens
+        seen = {*self.eos_token_ids, *(sampling.stop_token_ids if is_early else ())}
+        ids: list[int] = []
+        draw = digest
+        while len(ids) < facts.num_candidates and len(seen) < self.vocab_size:
             draw = _mix(draw, position)
-            is_eos = self.eos_rule is not None and self.eos_rule(draw, num_before)
-            token_id = self.eos_token_ids[0] if is_eos else draw % self.vocab_size
+            token_id = draw % self.vocab_size
             if token_id not in seen:
                 seen.add(token_id)
-                likeliest.append((token_id, logprob))
-                logprob -= gap
-        return likeliest
+                ids.append(token_id)
+        if not is_early and self.eos_rule is not None and self.eos_rule(digest, num_before):
+            ids.insert(digest // 128 % 4, self.eos_token_ids[0])
+        first, gap = digest % 16, 1 + digest // 16 % 8
+        likeliest = enumerate(ids[: facts.num_candidates])
+        return [(token_id, -(first + gap * place) / 64) for place, token_id in likeliest]
 
     def generate(
         self,

@@ -117,7 +117,12 @@ class _Run:
         }
         self._disk = SimulatedDisk()
         self._life: EngineLife | None = None
+        self._ending: EngineLife | None = None
+        """One that writes to disk what it has cached, at most until _flush_until_s."""
+        self._flush_until_s = 0.0
         self._patience: Patience
+        self._num_refused = 0
+        """Events that ask again for what was refused."""
         self._unacknowledged: list[tuple[Stream, int]] = []
         self.summary = Summary()
 
@@ -156,22 +161,25 @@ class _Run:
             before_s = self._now_s
             assert num_at_once < _MAX_TURNS_AT_ONCE, "turn after turn, and time stands still"
             if self._is_idle():
-                if not self._go_on():
+                if self._go_on():
+                    continue
+                if not self._events:
                     return
-                continue
             life_s = self._life.next_event_s if self._life is not None else inf
-            next_s = min(life_s, self._events[0][0] if self._events else inf)
+            flush_s = min(self._ending.executor.next_event_s, self._flush_until_s) if self._ending is not None else inf
+            next_s = min(life_s, flush_s, self._events[0][0] if self._events else inf)
             assert next_s < inf, "nothing will ever happen"
             self._now_s = max(self._now_s, next_s)
         raise AssertionError(f"not done after {_MAX_TURNS} turns")
 
     def _is_idle(self) -> bool:
+        """Nothing happens any more, but that those whom a full queue has refused ask again."""
         life = self._life
-        return not self._events and life is not None and life.next_event_s == inf
+        return len(self._events) == self._num_refused and life is not None and life.next_event_s == inf
 
     def _go_on(self) -> bool:
-        """Nothing happens any more: those who waited to the very end go on, or go away. Whether there were any."""
-        stuck = list(self._live.values())
+        """Those who waited to the very end go on, or go away. Whether there were any."""
+        stuck = [stream for stream in self._live.values() if stream.request is not None]
         if not stuck:
             return False
         for stream in stuck:
@@ -188,6 +196,9 @@ class _Run:
         self.summary.num_turns += 1
         while self._events and self._events[0][0] <= self._now_s:
             heapq.heappop(self._events)[2]()
+        if self._ending is not None and (self._ending.flush() or self._now_s >= self._flush_until_s):
+            self._ending = None
+            self._at(self._now_s, self._start_life)
         if self._life is None:
             return
         if self._scenario.meddle_odds and self._dice.random() < self._scenario.meddle_odds and self._live:
@@ -228,15 +239,21 @@ class _Run:
             return
         self._say("the engine is asked to end" if restart.is_asked else "the engine dies")
         self._retire(self._life)
-        self._life = None
+        life, self._life = self._life, None
         self.summary.num_lives += 1
         for stream in self._live.values():
             stream.request = None
+        if restart.is_asked:
+            life.executor.abandon_steps()
+            life.begin_flush()
+            self._ending, self._flush_until_s = life, self._now_s + restart.takes_s
+            return
         if not restart.keeps_disk:
             self._disk = SimulatedDisk()
         self._at(self._now_s + restart.takes_s, self._start_life)
 
     def _retire(self, life: EngineLife) -> None:
+        life.check_content()
         summary, counts = self.summary, life.scheduler.counts
         summary.longest_passed = max(summary.longest_passed, self._patience.longest_steps)
         summary.num_steps += life.executor.num_steps
@@ -266,7 +283,8 @@ class _Run:
             scheduler.check(len(wish.prompt), wish.sampling)
         except QueueFull:
             self.summary.num_refused += 1
-            self._at(self._now_s + _RETRY_S, lambda: self._submit(stream))
+            self._num_refused += 1
+            self._at(self._now_s + _RETRY_S, lambda: self._ask_again(stream))
             return
         request = Request(
             request_id=wish.index,
@@ -296,6 +314,10 @@ class _Run:
         if stream.is_paused:
             scheduler.pause(request)
 
+    def _ask_again(self, stream: Stream) -> None:
+        self._num_refused -= 1
+        self._submit(stream)
+
     def _abort(self, stream: Stream, choice: int, cause: str) -> None:
         if stream.is_finished:
             return
@@ -318,7 +340,8 @@ class _Run:
         stream.is_paused, stream.is_resumable = True, for_s < inf
         if self._life is not None and stream.request is not None:
             self._life.scheduler.pause(stream.request)
-            self._patience.forget(stream.request.sequences)
+            if not stream.wish.sampling.ranks_choices:  # those go on, since nothing is read of them before their end
+                self._patience.forget(stream.request.sequences)
         if for_s < inf:
             self._at(self._now_s + for_s, lambda: self._resume(stream))
 

@@ -67,6 +67,7 @@ def decode_us(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
+    is_deterministic: bool = False,
 ) -> tuple[float, float]:
     """(microseconds, bytes of keys and values) of one decode step's attention."""
     cache_dtype = cache_dtype or dtype
@@ -77,7 +78,9 @@ def decode_us(
     num_blocks = sum(-(-context // block_size) for context in contexts)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, batch, dtype, cache_dtype, DEVICE)
+    plan = make_attention_plan(
+        NUM_HEADS, NUM_KV_HEADS, head_dim, None, batch, batch, dtype, cache_dtype, DEVICE, is_deterministic
+    )
     plan_attention(plan, starts, lengths)
     scale = torch.ones(NUM_KV_HEADS, device=DEVICE) if cache_dtype == torch.float8_e4m3fn else None
     calls = []
@@ -101,7 +104,7 @@ def decode_us(
         ) -> None:
             paged_attention(
                 query, None, None, keys, values, tables, plan, batch, head_dim**-0.5,
-                key_scale=scale, value_scale=scale, has_long=False, out=out,
+                key_scale=scale, value_scale=scale, has_short=not is_deterministic, has_long=is_deterministic, out=out,
             )  # fmt: skip
 
         calls.append(call)
@@ -209,11 +212,12 @@ def bench_decode(ceiling: float) -> None:
         "head size 96": {"head_dim": 96},
         "head size 256": {"head_dim": 256},
         "float16": {"dtype": torch.float16},
+        "deterministic": {"is_deterministic": True},
     }
     for name, kind in kinds.items():
         cells = []
         for batch, context in ((16, 4096), (256, 1024)):
-            us, num_bytes = decode_us(batch, context, **kind)  # type: ignore[arg-type]
+            us, num_bytes = decode_us(batch, context, **kind)
             cells += [f"{us:.1f}", f"{num_bytes / us / 1e3:.0f}"]
         row(name, *cells)
 
@@ -306,11 +310,11 @@ def bench_small() -> None:
             n,
             2 * n * cache[:, 0].nbytes,
             lambda pairs=pairs: lambda: copy_blocks(cache, cache, pairs),
-        )  # type: ignore[misc]
+        )
     for n, starts in plan_inputs.items():
         plan = make_attention_plan(NUM_HEADS, NUM_KV_HEADS, 128, None, n, n, torch.bfloat16, torch.bfloat16, DEVICE)
         lengths = torch.full((n,), 1000, dtype=torch.int32, device=DEVICE)
-        us = graph_us([lambda plan=plan, starts=starts, lengths=lengths: plan_attention(plan, starts, lengths)] * 20)  # type: ignore[misc]
+        us = graph_us([lambda plan=plan, starts=starts, lengths=lengths: plan_attention(plan, starts, lengths)] * 20)
         row("attention plan, once a step", n, f"{us:.2f}", "")
 
 

@@ -35,9 +35,9 @@ def make_scheduler(num_seqs: int, block_size: int, num_tokens: int) -> Scheduler
     return Scheduler(limits, BlockManager(num_tokens // block_size + 2, block_size), time.perf_counter)
 
 
-def add(scheduler: Scheduler, request_id: int, prompt: list[int], max_tokens: int) -> Request:
+def add(scheduler: Scheduler, request_id: int, prompt: list[int], max_tokens: int, tenant: str = "") -> Request:
     sampling = SamplingParams(seed=request_id, max_tokens=max_tokens)
-    request = Request(request_id, b"", b"", prompt, sampling, time.perf_counter())
+    request = Request(request_id, b"", b"", prompt, sampling, time.perf_counter(), tenant=tenant)
     request.packed_prompt = pack_ids(prompt)  # as it comes over the wire
     scheduler.add(request)
     return request
@@ -110,6 +110,17 @@ def admission_cost(block_size: int, num_rounds: int = 30) -> tuple[float, float,
     return tuple(1000 * statistics.median(times) for times in (admissions, looks, ends))  # type: ignore[return-value]
 
 
+def choice_cost(num_tenants: int, num_waiting: int = 1000, num_rounds: int = 200) -> float:
+    """Milliseconds for a plan that admits one of so many waiting requests of so many tenants, beside 8 that run."""
+    scheduler = make_scheduler(9, 16, 64 * 1024)
+    for i in range(8):
+        add(scheduler, i, [(j * 31 + i) % 50_000 + 3 for j in range(64)], 4000)
+    step(scheduler, lambda: 5)
+    for i in range(num_waiting + num_rounds):
+        add(scheduler, 100 + i, [i % 50_000 + 3] * 8, 1, tenant=str(i % num_tenants))
+    return 1000 * statistics.median([step(scheduler, lambda: 5)[0] for _ in range(num_rounds)])
+
+
 def main() -> None:
     gc.collect()
     print("| sequences | block size | plan, ms | update, ms | both, µs a sequence | p99 of both, ms |")
@@ -125,6 +136,11 @@ def main() -> None:
     for block_size in (8, 16, 32):
         admission, look, end = admission_cost(block_size)
         print(f"| {block_size} | {admission:.2f} | {look:.3f} | {end:.2f} |")
+        sys.stdout.flush()
+    print("\n| tenants of 1000 waiting requests | plan that admits one, ms |")
+    print("|---|---|")
+    for num_tenants in (1, 10, 100, 1000):
+        print(f"| {num_tenants} | {choice_cost(num_tenants):.3f} |")
         sys.stdout.flush()
 
 

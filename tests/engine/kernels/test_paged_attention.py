@@ -331,6 +331,30 @@ def test_compiled_kernels_agree_with_the_reference(name: str, device: torch.devi
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 80), (torch.float32, 64)])
+def test_a_deterministic_plan_gives_the_same_bits_for_any_chunks_and_batch(
+    dtype: torch.dtype, head_dim: int, device: torch.device
+) -> None:
+    case = Case([300, 70], [0, 500], head_dim=head_dim, dtype=dtype, is_packed=False)
+    step = make_step(case, device)
+
+    def attend_rows(queries: list[int], lengths: list[int], rows: slice, sequences: list[int]) -> torch.Tensor:
+        plan = make_attention_plan(4, 2, head_dim, None, 2, 370, dtype, dtype, device, is_deterministic=True)
+        starts = torch.tensor([0, *queries], device=device).cumsum(0).int()
+        plan_attention(plan, starts, torch.tensor(lengths, dtype=torch.int32, device=device))
+        return paged_attention(
+            step.query[rows], None, None, step.key_cache, step.value_cache, step.block_tables[sequences], plan,
+            len(queries), head_dim**-0.5,
+        )  # fmt: skip
+
+    whole = attend_rows([300, 70], [300, 570], slice(0, 370), [0, 1])
+    assert torch.equal(attend_rows([299], [299], slice(0, 299), [0]), whole[:299])
+    assert torch.equal(attend_rows([1], [300], slice(299, 300), [0]), whole[299:300])
+    assert torch.equal(attend_rows([3], [203], slice(200, 203), [0]), whole[200:203])
+    assert torch.equal(attend_rows([70], [570], slice(300, 370), [1]), whole[300:])
+
+
+@pytest.mark.gpu
 def test_a_graph_of_one_step_serves_other_lengths(device: torch.device) -> None:
     """Nothing of the lengths may be frozen into the launch."""
     case = Case([1] * 4, [5000, 4, 300, 80], num_heads=8, head_dim=128, dtype=torch.bfloat16)

@@ -154,6 +154,24 @@ def test_a_block_computed_again_takes_the_place_of_a_cached_one():
     assert num_found(manager, second.token_ids) == 12
 
 
+def test_a_block_that_ends_up_in_the_tree_before_who_announced_it_has_computed_it_is_shared():
+    """As when a decode has filled it with tokens that the prompt of another repeats."""
+    manager = BlockManager(20, 4)
+    decode, prefill, third = make_sequence(0, 3), make_sequence(1, 9), make_sequence(2, 9)
+    allocate(manager, decode, 3)
+    decode.token_ids.append(3)
+    allocate(manager, prefill, 2)
+    prefill.is_prefilling = True
+    manager.end_plan([prefill])
+    manager.find(third)
+    assert manager.producer(third) is prefill
+    allocate(manager, decode, 4)
+    manager.free(decode)
+    audit(manager)
+    assert manager.find(third).num_tokens == 4
+    assert manager.producer(third) is None
+
+
 def test_a_copied_block_that_another_has_outgrown_goes_when_the_plan_is_complete():
     manager = BlockManager(20, 4)
     (first,) = compute_together(manager, [0, 1])

@@ -158,6 +158,35 @@ def test_long_requests_count_for_more_than_short_ones():
     driver.run().check_all()
 
 
+def test_what_was_found_in_the_cache_is_not_charged():
+    driver = Driver(max_num_seqs=8)
+    first = driver.submit(prompt_of(20), max_tokens=2, tenant="a", cache_salt="")
+    again = driver.submit(prompt_of(20), max_tokens=2, tenant="a", cache_salt="")
+    other = driver.submit(prompt_of(20), max_tokens=150, tenant="other")
+    shares = driver.scheduler._roster.shares
+    while not again.is_finished:
+        served = shares.served("a")
+        driver.turn()
+    assert first.is_finished and not other.is_finished and again.sequences[0].num_cached_tokens == 19
+    # The last token of each is not computed, and was not yet charged.
+    assert served in (20 + 1 + 1, 20 + 1)
+    driver.run().check_all()
+
+
+def test_what_is_computed_again_after_a_preemption_is_not_charged():
+    driver = Driver(num_blocks=9, block_size=4)
+    requests = [driver.submit(prompt_of(5, start), max_tokens=9, tenant="a") for start in (50, 60, 70)]
+    shares = driver.scheduler._roster.shares
+    num_served = 0
+    while driver.scheduler.has_work:
+        driver.scheduler._roster._charge()
+        num_served = shares.served("a")
+        driver.turn()
+    driver.check_all()
+    assert sum(request.sequences[0].num_preemptions for request in requests) > 0
+    assert num_served == 3 * 13 - 1, "all but the last token of each, and what the last turn computed"
+
+
 def test_one_that_comes_back_after_a_rest_has_nothing_saved_up():
     driver = Driver(max_num_seqs=1)
     rested = driver.submit(prompt_of(5), max_tokens=3, tenant="rested")

@@ -242,3 +242,20 @@ def test_a_choice_without_usable_logits_is_returned_only_if_too_few_others_are_l
     }[num_failed]
     assert [len(end.token_ids) for end in ends if end.finish_reason == "length"] == [10] * min(2, 3 - num_failed)
     driver.check_all()
+
+
+def test_beams_that_lost_their_blocks_to_a_lower_tier_get_a_step_of_their_own():
+    """Without chunks, and longer than the budget. They are computed again and not fetched, and must not wait for it."""
+    driver = Driver(
+        num_blocks=24,
+        block_size=2,
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=False,
+        num_host_blocks=60,
+        preemption_mode="swap",
+    )
+    driver.submit(list(range(3, 13)), max_tokens=30)
+    beams = driver.submit(list(range(50, 62)), max_tokens=14, beam_width=2)
+    driver.run().check_all()
+    check_ranked(driver, beams)
+    assert beams.sequences[0].num_preemptions

@@ -7,7 +7,7 @@ from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.queue import QueueFull
 from engine.scheduling.usage import KVUsage
 from engine.sequence import SequenceState
-from engine.simulation.simulated_model import end_after, end_one_in
+from engine.simulation.simulated_model import end_after
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 from tests.engine.scheduling.driver import Driver
@@ -255,7 +255,7 @@ def test_the_oldest_waits_rather_than_preempt_one_that_was_readmitted_and_has_no
 
 
 def test_a_sequence_may_end_by_a_token_that_was_in_flight_when_it_was_preempted():
-    driver = Driver(num_blocks=9, block_size=1, max_in_flight=2, eos_rule=end_one_in(3))
+    driver = Driver(num_blocks=9, block_size=1, max_in_flight=2, eos_rule=end_after(0))
     for num_prompt, max_tokens in ((4, 1), (4, 2), (5, 1)):
         driver.submit(prompt_of(num_prompt), max_tokens=max_tokens)
     driver.run().check_all()

@@ -357,3 +357,23 @@ def test_the_next_in_the_queue_is_fetched_while_there_is_no_place_for_it():
     driver.turn()
     assert waiting.is_finished, "in the very next step"
     driver.check_all()
+
+
+def test_whoever_is_to_have_a_step_alone_is_not_fetched_again_and_again_from_under_one_that_runs():
+    driver = Driver(
+        num_blocks=6,
+        block_size=4,
+        num_host_blocks=40,
+        preemption_mode="swap",
+        max_num_batched_tokens=4,
+        enable_chunked_prefill=False,
+    )
+    driver.submit(prompt_of(4), max_tokens=1, cache_salt="")
+    evict_all(driver)
+    running = only(driver.submit(prompt_of(16, 300), max_tokens=4))
+    driver.turn()
+    waiting = only(driver.submit(prompt_of(4), max_tokens=1, cache_salt=""))
+    for _ in range(20):
+        driver.turn()
+    assert running.is_finished and waiting.is_finished
+    driver.run().check_all()
