@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_KEPT_BYTES: Final = 256 * 1024 * 1024
 _REST_BYTES: Final = 1024 * 1024
 """Room in a frame for what is neither tokens nor the gateway's state."""
+_MAX_STEP_BYTES: Final = 4 * 1024 * 1024
+"""Tokens of one StepOutput. Only ranked choices, which come whole, can have more; they go in several."""
 NO_GATEWAY: Final = b""
 """Address of a stream whose gateway is gone."""
 
@@ -85,7 +87,8 @@ class _Outstanding:
     frames: deque[tuple[int, int]] = field(default_factory=deque)
     """(step, bytes), oldest first."""
     num_bytes: int = 0
-    largest_frame: int = 0
+    frame_bytes: int = 0
+    """Of the largest of late; one that was an exception is forgotten within some 20 frames."""
 
 
 class Publisher:
@@ -95,7 +98,7 @@ class Publisher:
         self._send = send
         self._max_kept_bytes = max_kept_bytes
         self.step = 0
-        """Number of the newest StepOutput; each call of `publish` takes the next one."""
+        """Number of the newest StepOutput."""
         self.num_live = 0
         self.kept_bytes = 0
         """Of streams that have ended."""
@@ -137,7 +140,7 @@ class Publisher:
         stream = Stream(
             stream_id=request.stream_id,
             gateway_state=request.gateway_state,
-            prompt_token_ids=pack_ids(request.prompt_token_ids),
+            prompt_token_ids=request.packed_prompt or pack_ids(request.prompt_token_ids),
             attach_grace_s=request.attach_grace_s,
             request=request,
             tenant=request.tenant,
@@ -249,7 +252,7 @@ class Publisher:
     # Output
 
     def publish(self, outputs: list[SequenceOutput], now_s: float) -> None:
-        """Send what a step, or an abort, gave: one StepOutput to each gateway that has part in it.
+        """Send what a step, or an abort, gave: one StepOutput to each gateway that has part in it, more if it is huge.
 
         A stream ends here with its last choice. About 0.5 µs per row.
         """
@@ -265,7 +268,18 @@ class Publisher:
                 finished[gateway_id].append(self._finish(output, now_s))
         for gateway_id in rows.keys() | finished.keys():
             if gateway_id != NO_GATEWAY:
-                self._send_counted(gateway_id, pack_rows(rows[gateway_id], self.step, finished[gateway_id]))
+                self._send_rows(gateway_id, rows[gateway_id], finished[gateway_id])
+
+    def _send_rows(self, gateway_id: bytes, rows: list[tuple[int, int, list[int]]], finished: list[Finished]) -> None:
+        """Rows before ends: a choice's tokens are there when it ends."""
+        message = pack_rows(rows, self.step, finished)
+        if len(message.token_ids) <= _MAX_STEP_BYTES or len(rows) == 1:
+            self._send_counted(gateway_id, message)
+            return
+        middle = len(rows) // 2
+        self._send_rows(gateway_id, rows[:middle], [])
+        self.step += 1
+        self._send_rows(gateway_id, rows[middle:], finished)
 
     def finish_unknown(self, gateway_id: bytes, request_id: int, cause: str) -> None:
         """Answer an Abort of a request that is not there: it has ended, or never was."""
@@ -332,7 +346,7 @@ class Publisher:
         outstanding = self._outstanding.get(gateway_id)
         if outstanding is None or not outstanding.num_bytes:
             return False
-        return outstanding.num_bytes + 2 * outstanding.largest_frame > max_bytes
+        return outstanding.num_bytes + 2 * outstanding.frame_bytes > max_bytes
 
     def acknowledge(self, gateway_id: bytes, step: int) -> None:
         """The gateway has taken in every frame up to this step."""
@@ -353,4 +367,4 @@ class Publisher:
             outstanding = self._outstanding[gateway_id] = _Outstanding()
         outstanding.frames.append((self.step, len(frame)))
         outstanding.num_bytes += len(frame)
-        outstanding.largest_frame = max(outstanding.largest_frame, len(frame))
+        outstanding.frame_bytes = max(len(frame), outstanding.frame_bytes * 7 // 8)

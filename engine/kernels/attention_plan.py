@@ -317,5 +317,4 @@ def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens:
         TILE=tiles.tile,
         WINDOW=plan.sliding_window,
         ITEMS=64,
-        num_warps=1 if plan.max_num_seqs <= 512 else 4,  # one warp sums up without a barrier
     )

@@ -446,7 +446,8 @@ class TieredTree(PrefixTree):
     def _save_coldest(self, num_wanted: int) -> None:
         """Of the blocks that nobody owns, let so many that go first have a copy below."""
         coldest = list(islice(self.cached, num_wanted))
-        self.copy_down([node for node in coldest if not node.host_id and not node.disk_id])
+        # What arrives for nobody may be there before what is above it: it is in transfer still, and copied later.
+        self.copy_down([node for node in coldest if not node.host_id and not node.disk_id and node.arrival is None])
         # Host memory may have had no room, or have made some by dropping copies of others of them.
         for node in coldest:
             if not node.host_id and not node.disk_id:

@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
 from math import inf
 from typing import Final
 
@@ -38,7 +39,7 @@ class _Line:
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.version = 0
-        """Of its newest entry in the heap of lines: older ones do not count."""
+        """Of its newest entry in the heap of lines: older ones do not count. No two entries have the same."""
         self.keys: list[OrderKey] = []
         self.sequences: list[Sequence] = []
 
@@ -94,6 +95,7 @@ class WaitingQueue:
         makes an entry too low, never too high."""
         self._priorities: list[int] = []
         """Of all that wait, in order."""
+        self._versions = count()
         self._top = 0
         """The first of them when the heap was made."""
         self._rises: list[tuple[float, int, Sequence]] = []
@@ -132,8 +134,8 @@ class WaitingQueue:
         self._moved.append(sequence)
 
     def walk(self) -> Iterator[Sequence]:
-        """From the first on. The queue must not change meanwhile; the one handed out last may be removed by whoever then
-        walks no further.
+        """From the first on. The queue must not change meanwhile, but who walks no further may remove what was handed
+        out last.
 
         The sequence handed out last may have begun to run: what was computed of it counts for its tenant at once.
         O(log tenants) a sequence, and O(tenants) when the highest priority that waits is another one than before.
@@ -210,7 +212,7 @@ class WaitingQueue:
 
     def _put_in_order(self, line: _Line) -> None:
         """The line's first is another one than before."""
-        line.version += 1
+        line.version = next(self._versions)
         key = line.keys[0]
         heappush(self._heads, (max(key[0], self._top), self._shares.served(line.tenant), key, line.version, line))
 

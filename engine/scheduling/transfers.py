@@ -1,6 +1,7 @@
 """Blocks between device, host memory and disk: whether it is worth it, and what has been moved."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from engine.kv.block_manager import BlockManager, Match
 from engine.scheduling.latency import LatencyModel
@@ -9,8 +10,11 @@ from engine.sequence import Sequence
 from engine.transfer import Transfer, TransferKind, TransferResult
 from streamkv.config import PreemptionMode
 
-_DISK_MEMORY = 0.9
+_DISK_MEMORY: Final = 0.9
 """What is left of a measurement's weight after the next one."""
+_DISK_HOPE: Final = 0.99
+"""Each time that the disk is not read for being slow it counts as faster by so much, since only reading it tells
+whether it still is."""
 
 
 class Transfers:
@@ -53,11 +57,15 @@ class Transfers:
             return True
         if self._latency is None or (self._mode == "recompute" and sequence.num_preemptions):
             return False
-        copying_s = self._latency.transfer_s(match.num_offloaded_blocks)
-        if match.num_disk_blocks and self._disk_blocks:
-            copying_s += match.num_disk_blocks * self._disk_s / self._disk_blocks
         end = match.num_tokens + match.num_offloaded_tokens
-        return copying_s < self._latency.recompute_s(end) - self._latency.recompute_s(match.num_tokens)
+        saved_s = self._latency.recompute_s(end) - self._latency.recompute_s(match.num_tokens)
+        saved_s -= self._latency.transfer_s(match.num_offloaded_blocks)
+        if saved_s <= 0 or not (match.num_disk_blocks and self._disk_blocks):
+            return saved_s > 0
+        is_cheaper = match.num_disk_blocks * self._disk_s / self._disk_blocks < saved_s
+        if not is_cheaper:
+            self._disk_s *= _DISK_HOPE
+        return is_cheaper
 
     def take(self) -> list[Transfer]:
         """What the executor is to start now."""

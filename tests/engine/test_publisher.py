@@ -217,6 +217,47 @@ def test_bytes_count_until_their_step_is_acknowledged(wire: Wire, publisher: Pub
     assert publisher.unacked_bytes(A) == 0 and not publisher.is_over(A, 1)
 
 
+def test_one_large_frame_does_not_keep_its_gateway_at_the_bound(wire: Wire, publisher: Publisher) -> None:
+    request = request_at(A, 1)
+    publisher.add(request)
+    publisher.publish([output(request, *range(1000))], 1.0)
+    large = wire.sizes[-1]
+    assert publisher.is_over(A, 2 * large)
+    for token in range(40):
+        publisher.publish([output(request, token)], 1.0)
+        publisher.acknowledge(A, publisher.step - 1)
+    assert publisher.unacked_bytes(A) == wire.sizes[-1]
+    assert not publisher.is_over(A, large // 4)
+
+
+def test_choices_too_long_for_one_message_come_in_several_and_their_ends_last(
+    wire: Wire, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.publisher, "_MAX_STEP_BYTES", 400)
+    request, other = request_at(A, 1, n=5), request_at(B, 1)
+    publisher.add(request)
+    publisher.add(other)
+    lengths = [60, 10, 200, 30, 90]
+    outputs = [output(request, *range(lengths[i]), choice=i, reason="stop") for i in range(5)]
+    publisher.publish([*outputs, output(other, 7)], 1.0)
+    messages = [message for gateway_id, message in wire.sent if gateway_id == A]
+    assert len(messages) > 2
+    steps, tokens = [], dict.fromkeys(range(5), 0)
+    for message in messages:
+        assert isinstance(message, StepOutput)
+        steps.append(message.step)
+        choices = unpack_ids(message.choices) if message.choices else [0]
+        counts = unpack_ids(message.num_tokens)
+        assert sum(counts) * 4 <= 400 or len(counts) == 1
+        for choice, count in zip(choices, counts, strict=True):
+            tokens[choice] += count
+        assert len(message.finished) == (5 if message is messages[-1] else 0)
+    assert list(tokens.values()) == lengths
+    assert steps == sorted(set(steps))
+    publisher.acknowledge(A, steps[-1])
+    assert publisher.unacked_bytes(A) == 0 and publisher.unacked_bytes(B) > 0
+
+
 def test_an_attached_answer_can_be_acknowledged_although_no_token_follows(wire: Wire, publisher: Publisher) -> None:
     request = request_at(A, 1, grace_s=5.0)
     publisher.add(request)

@@ -11,6 +11,8 @@ KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.T
     "gelu": (lambda x: gelu_mul(x, tanh=False), F.gelu),
     "gelu_tanh": (lambda x: gelu_mul(x, tanh=True), lambda gate: F.gelu(gate, approximate="tanh")),
 }
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # NumPy's, in the interpreter
+
 # Two roundings to the dtype, cuts in the interpreter's bfloat16; in float32 the exponential's error.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

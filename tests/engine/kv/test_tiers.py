@@ -376,6 +376,34 @@ def test_what_comes_out_of_order_is_used_in_order():
     assert sequence.num_computed == 16
 
 
+def test_what_arrives_for_nobody_before_what_is_above_it_is_not_copied_down_meanwhile():
+    engine = SmallEngine(num_disk_blocks=40)
+    engine.keep(range(8))
+    engine.push_down(to_disk=True)
+    engine.bring_up(range(8))
+    engine.keep(range(16))
+    tiers = engine.manager.tiers
+    engine.push_down()
+    for node in [node for node in tiers.host.cached if node.disk_id]:
+        tiers.host.release(node)
+    sequence = engine.fetch([*range(16), 60])
+    engine.start()
+    engine.memory.finish(is_disk=False)
+    engine.memory.finish(is_disk=True)
+    engine.start()
+    engine.manager.forget(sequence)
+    for node in [node for node in tiers.host.cached if not node.disk_id]:
+        tiers.host.release(node)  # as when others need the room
+    tiers._save_coldest(4)
+    engine.start()
+    engine.memory.finish(is_disk=False)
+    engine.check()
+    while engine.manager.num_cached_blocks:
+        tiers.evict()
+    engine.run(range(100, 132))
+    engine.settle()
+
+
 def test_a_fetch_is_over_when_its_last_block_is_there():
     engine = SmallEngine(num_disk_blocks=40)
     engine.keep(range(16))

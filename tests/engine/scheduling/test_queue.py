@@ -1,4 +1,8 @@
 import random
+from collections import Counter
+from itertools import islice
+
+import pytest
 
 from engine.scheduling.fair_share import FairShare
 from engine.scheduling.queue import RunningList, WaitingQueue
@@ -104,3 +108,52 @@ def test_what_has_left_is_not_kept_for_its_next_level():
         queue.remove(sequence)
         queue._shares.leave(sequence)
     assert len(queue._rises) < 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_is_that_of_sorting_all_anew_whatever_has_happened(seed: int):
+    random_ = random.Random(seed)
+    now_s = 0.0
+    ageing_s = 5.0
+    shares = FairShare()
+    queue = WaitingQueue(shares, lambda: now_s, ageing_s)
+    joined_s: dict[Sequence, float] = {}
+    for step in range(1500):
+        now_s += random_.random() / 10
+        action = random_.random()
+        if action < 0.5 or not joined_s:
+            sequence = make_sequence(step, random_.randrange(3), now_s, random_.choice([float("inf"), now_s + 9.0]))
+            sequence.request.tenant = str(random_.randrange(5))
+            sequence.block_table = [1] if random_.random() < 0.1 else []
+            shares.join(sequence)
+            queue.add(sequence)
+            joined_s[sequence] = now_s
+        elif action < 0.8:
+            sequence = random_.choice(list(joined_s))
+            queue.remove(sequence)
+            shares.leave(sequence)
+            del joined_s[sequence]
+        elif action < 0.95:
+            sequence = random_.choice(list(joined_s))
+            sequence.num_computed += random_.randrange(20)
+            shares.charge(sequence)
+        else:
+            sequence = random_.choice(list(joined_s))
+            sequence.block_table = [] if sequence.block_table else [1]
+            queue.update(sequence)
+        top = min([sequence.request.priority for sequence in joined_s], default=0)
+
+        def place(sequence: Sequence, top: int = top, now_s: float = now_s) -> tuple[float, ...]:
+            request = sequence.request
+            level = request.priority - int((now_s - joined_s[sequence] + 1e-9) / ageing_s)
+            share = -1 if sequence.block_table else shares.served(request.tenant)
+            key = (level, request.deadline_at_s, request.arrival_s, sequence.sequence_id)
+            return max(level, top), share, *key
+
+        whole = sorted(joined_s, key=place)
+        if step % 3:
+            length = random_.randrange(4)
+            assert list(islice(queue.walk(), length)) == whole[:length]
+        elif all(count < 60 for count in Counter(s.request.tenant for s in whole).values()):
+            assert list(queue.walk()) == whole
+    assert len(queue._heads) < 1000

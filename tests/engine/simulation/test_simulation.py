@@ -32,6 +32,7 @@ def check(seeds: range) -> Counter[str]:
     return seen
 
 
+@pytest.mark.timeout(600)
 def test_every_promise_is_kept_on_a_hundred_seeds():
     seen = check(range(100))
     for name in ("preempted to recompute", "preempted to swap", "tokens found in the cache", "ended with abort"):
@@ -40,6 +41,7 @@ def test_every_promise_is_kept_on_a_hundred_seeds():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("first", range(100, 500, 100))
 def test_every_promise_is_kept_on_five_hundred_seeds(first: int):
     check(range(first, first + 100))
