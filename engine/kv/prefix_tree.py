@@ -245,11 +245,11 @@ class PrefixTree:
 
     def claim(self, node: Node) -> list[int]:
         """The block ids from the root to `node`, each with one more owner. O(blocks)."""
-        ref_counts, cached = self._pool.ref_counts, self.cached
+        ref_counts = self._pool.ref_counts
         block_ids: list[int] = []
         while node.depth:
             if not ref_counts[node.block_id]:
-                del cached[node]
+                self._leave_order(node)
             block_ids.append(node.block_id)
             assert node.parent is not None
             node = node.parent
@@ -260,8 +260,12 @@ class PrefixTree:
     def hold(self, node: Node) -> None:
         """Give a node alone an owner more, for as long as its parents have one."""
         if not self._pool.ref_counts[node.block_id]:
-            del self.cached[node]
+            self._leave_order(node)
         self._pool.claim([node.block_id])
+
+    def _leave_order(self, node: Node) -> None:
+        """The node is no longer one without an owner."""
+        del self.cached[node]
 
     def cache(self, node: Node) -> None:
         """`node` and its parents have just been used: those without an owner are evicted last, `node` first of them."""

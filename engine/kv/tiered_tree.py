@@ -37,8 +37,9 @@ _SLACK: Final = 1 / 4
 """Of these blocks, that may be missing: what goes down goes in few transfers."""
 _MAX_SPARED: Final = 128
 """Blocks passed over in search of one whose loss takes no copies with it."""
-_MAX_STORING: Final = 8 * _MAX_BATCH
-"""Blocks on their way to disk: enough to keep it busy. What it cannot keep up with is lost, rather than in the way."""
+_MAX_STORING: Final = 2 * _MAX_BATCH
+"""Blocks on their way to disk: enough to keep it busy, and no more, for whoever is fetched from there waits for them.
+What it cannot keep up with is lost, rather than in the way."""
 
 
 class TieredTree(PrefixTree):
@@ -208,24 +209,6 @@ class TieredTree(PrefixTree):
 
     # change on the device
 
-    def claim(self, node: Node) -> list[int]:
-        block_ids: list[int] = []
-        ref_counts = self._pool.ref_counts
-        while node.depth:
-            if not ref_counts[node.block_id]:
-                self._leave_order(node)
-            block_ids.append(node.block_id)
-            assert node.parent is not None
-            node = node.parent
-        block_ids.reverse()
-        self._pool.claim(block_ids)
-        return block_ids
-
-    def hold(self, node: Node) -> None:
-        if not self._pool.ref_counts[node.block_id]:
-            self._leave_order(node)
-        self._pool.claim([node.block_id])
-
     def cache(self, node: Node) -> None:
         """`node` and its parents have just been used, in every tier."""
         ref_counts, cached, saved, host, disk = self._pool.ref_counts, self.cached, self.saved, self.host, self.disk
@@ -321,7 +304,6 @@ class TieredTree(PrefixTree):
             start += self._key_bytes
 
     def _leave_order(self, node: Node) -> None:
-        """The node is no longer one without an owner."""
         if node in self.saved:
             del self.saved[node]
         else:

@@ -80,8 +80,12 @@ class BeamGroup:
         return sum(count - (count == ref_counts[block_id]) for block_id, count in owners.items())
 
     def num_needed_anew(self, block_size: int) -> int:
-        """Blocks for all tokens of all beams, when none has any."""
-        return sum(num_own_blocks(beam, self.live[:place], block_size) for place, beam in enumerate(self.live))
+        """Blocks for all tokens of all beams, when none has any. O(width log width) comparisons of outputs: in their
+        order, of those before a beam the last one has most in common with it."""
+        beams = sorted(self.live, key=_output)
+        return sum(
+            num_own_blocks(beam, beams[max(place - 1, 0) : place], block_size) for place, beam in enumerate(beams)
+        )
 
 
 def num_own_blocks(beam: Sequence, others: list[Sequence], block_size: int) -> int:
@@ -94,9 +98,9 @@ def num_own_blocks(beam: Sequence, others: list[Sequence], block_size: int) -> i
 
 
 def num_common(beam: Sequence, other: Sequence) -> int:
-    """First tokens that two sequences have in common. O(n), by comparing slices."""
+    """First tokens that two beams of a group have in common. O(generated tokens), by comparing slices."""
     tokens, others = beam.token_ids, other.token_ids
-    equal, end = 0, min(len(tokens), len(others))
+    equal, end = beam.num_prompt, min(len(tokens), len(others))
     while equal < end:
         middle = (equal + end + 1) // 2
         if tokens[equal:middle] == others[equal:middle]:
@@ -104,3 +108,7 @@ def num_common(beam: Sequence, other: Sequence) -> int:
         else:
             end = middle - 1
     return equal
+
+
+def _output(beam: Sequence) -> list[int]:
+    return beam.token_ids[beam.num_prompt :]

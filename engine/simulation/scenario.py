@@ -160,7 +160,11 @@ class _Author:
         is_caching = dice.random() < 0.9
         num_host_blocks = dice.choice((0, 2, num_blocks // 2 + 1, num_blocks * 2)) if is_caching else 0
         num_disk_blocks = dice.choice((0, 3, num_blocks, num_blocks * 3)) if num_host_blocks else 0
-        modes: tuple[PreemptionMode, ...] = ("auto", "recompute", "swap") if num_host_blocks else ("auto", "recompute")
+        if num_disk_blocks > 3:
+            num_host_blocks = dice.choice((2, num_blocks // 2 + 1))
+        modes: tuple[PreemptionMode, ...] = (
+            ("auto", "recompute", "swap", "swap") if num_host_blocks else ("auto", "recompute")
+        )
         cost = StepCost(
             base_s=dice.choice((0.001, 0.005, 0.02)),
             weights_s=dice.choice((0.0, 0.005)),
@@ -168,8 +172,8 @@ class _Author:
             pair_s=dice.choice((0.0, 1e-6, 1e-5)),
             kv_token_s=dice.choice((0.0, 1e-6, 1e-5)),
             block_copy_s=1e-5,
-            host_bytes_per_s=dice.choice((1e4, 1e5, 1e7)),
-            disk_bytes_per_s=dice.choice((1e3, 1e4, 1e6)),
+            host_bytes_per_s=dice.choice((1e4, 1e6, 1e7)),
+            disk_bytes_per_s=dice.choice((1e3, 1e5, 1e6)),
         )
         has_faults = dice.random() < 0.5
         disturbance = Disturbance(
@@ -213,7 +217,7 @@ class _Author:
         salts = dice.choice((("",), ("",), ("", "x")))
         priorities = dice.choice(((0,), (0,), (-1, 0, 1), (0, 5)))
         fault_odds = dice.choice((0.0, 0.1, 0.3))
-        roots = [self._ids(dice.randint(1, max(1, max_len * 3 // 4))) for _ in range(dice.choice((1, 2, 4)))]
+        roots = [self._ids(dice.randint(1, max(1, max_len * 3 // 4))) for _ in range(dice.choice((1, 3, 6)))]
         so_far: list[ClientRequest] = []
         ends_chat: set[int] = set()
         now_s = 0.0
@@ -243,7 +247,7 @@ class _Author:
         """Prompts part at every depth; tails of two different tokens meet often."""
         dice, max_len = self._dice, self._setup.max_len
         tail = dice.choices((3, 4), k=dice.randint(0, 6))
-        match dice.randrange(6):
+        match dice.randrange(8):
             case 0:
                 return self._ids(dice.randint(1, max_len))
             case 1:
@@ -253,12 +257,14 @@ class _Author:
                 return root[: dice.randint(0, len(root))] + (tail or [5])
             case 4 if so_far:
                 return dice.choice(so_far[-8:]).prompt
+            case 5 | 6:
+                return [*dice.choice(roots), *tail]
             case _ if so_far:
                 other = dice.choice(so_far)
                 tokens = other.prompt + self._answer(other)
                 return tokens[: dice.randint(1, len(tokens))] + tail
             case _:
-                return [*dice.choice(roots), *tail]
+                return self._ids(5)
 
     def _answer(self, request: ClientRequest) -> list[int]:
         """What its first sequence generates, or for beams something like it."""

@@ -74,6 +74,10 @@ class Summary:
     num_tokens: int = 0
     preemptions: Counter[str] = field(default_factory=Counter)
     num_hit_tokens: int = 0
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    """Tokens that came up from there."""
+    num_damaged_blocks: int = 0
     num_lives: int = 1
     num_refused: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -89,6 +93,9 @@ class Summary:
             "tokens": self.num_tokens,
             **{f"preempted to {kind}": count for kind, count in self.preemptions.items()},
             "tokens found in the cache": self.num_hit_tokens,
+            "tokens from host memory": self.num_host_tokens,
+            "tokens from disk": self.num_disk_tokens,
+            "damaged blocks": self.num_damaged_blocks,
             "engine lives": self.num_lives,
             "refused": self.num_refused,
             **{f"ended with {reason}": count for reason, count in self.reasons.items()},
@@ -259,6 +266,10 @@ class _Run:
         summary.num_steps += life.executor.num_steps
         summary.preemptions.update(counts.preemptions)
         summary.num_hit_tokens += counts.num_prefix_hit_tokens
+        tiers = life.blocks.tier_counts
+        summary.num_host_tokens += tiers.num_host_hit_tokens
+        summary.num_disk_tokens += tiers.num_disk_hit_tokens
+        summary.num_damaged_blocks += tiers.num_damaged_disk_blocks
 
     # clients
 

@@ -4,9 +4,12 @@ import pytest
 
 from engine.plan import StepLoad
 from engine.scheduling.latency import LatencyModel
+from engine.scheduling.transfers import Transfers
+from engine.scheduling.usage import Counts
 from engine.sequence import Request, Sequence, SequenceState
 from engine.simulation.device import SimulatedDisk
-from engine.transfer import TransferKind
+from engine.transfer import TransferKind, TransferResult
+from tests.engine.kv.memory_model import SmallEngine
 from tests.engine.scheduling.driver import Driver
 
 
@@ -196,6 +199,24 @@ def test_a_slow_disk_is_not_read_again():
         driver.run()
     driver.check_all()
     assert [only(request).num_cached_tokens for request in again] == [8, 0]
+
+
+def test_a_disk_that_was_slow_once_is_given_another_chance():
+    engine = SmallEngine(num_disk_blocks=40)
+    engine.keep(range(16))
+    engine.push_down(to_disk=True)
+    transfers = Transfers("auto", engine.manager, Counts(), latency(0.1))
+    sequence, match = engine.add([*range(16), 50])
+    assert match.num_disk_blocks == 4 and transfers.fetches(sequence, match)
+    engine.manager.fetch(sequence, match)
+    (read,) = transfers.take()
+    transfers.finish([TransferResult(read.transfer_id, elapsed_s=10 * 0.016)])  # computing it takes 0.016 s
+    assert not transfers.fetches(sequence, match)
+    num_refused = 1
+    while not transfers.fetches(sequence, match):
+        num_refused += 1
+        assert num_refused < 1000
+    assert num_refused > 100, "it is not tried all the time"
 
 
 def test_others_wait_for_a_prefix_that_one_of_them_fetches():
