@@ -12,7 +12,8 @@
         payload | SHA-256 of the checksum before and the payload
 
 A file appears under its name when it is complete. It is not forced to the disk: what a crash of the machine leaves half
-written fails its checksums. The time of its last change is the time of its last use.
+written fails its checksums. The time of its last change is when it was last written or read; that a copy of it further
+up was used does not show.
 
 Nothing but files and folders with such names is ever removed. Folders of other models keep at most half of the size,
 the last used first; the rest of them goes, a folder at a time.
@@ -51,6 +52,8 @@ _PART_PATTERN: Final = re.compile(r"[0-9a-f]{64}\.part")
 _OPEN: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 """For any file here: a link is not followed, a pipe does not block."""
 _LOCK_POLL_S: Final = 0.1
+_LOCK_WAIT_S: Final = 45.0
+"""Longer than an engine that was asked to end takes by default to drain and to write its blocks to disk."""
 _FREE_SHARE: Final = 0.9
 """Of what the file system has free, the most that blocks take."""
 _OTHERS_SHARE: Final = 0.5
@@ -76,7 +79,7 @@ class DiskStore:
     Made early, since it is here that a wrong setting shows; usable from `open` on.
     """
 
-    def __init__(self, path: str, lock_wait_s: float = 10.0) -> None:
+    def __init__(self, path: str, lock_wait_s: float = _LOCK_WAIT_S) -> None:
         """Make the folder if need be and claim it; wait so long for an engine that is about to end.
 
         Raises ConfigError: it cannot be made, written or locked, or another engine has it.

@@ -46,18 +46,15 @@ class Pressure:
         """The lowest in rank from running[index] on: those before it are in the step already."""
         running = self._roster.running.sequences
         for place in range(len(running) - 1, max(index, 1) - 1, -1):
-            if not running[place].must_progress and self._may_lose(running[place], index):
+            if not running[place].must_progress and self._may_lose(running[place]):
                 return running[place]
         return None
 
-    def _may_lose(self, sequence: Sequence, index: int) -> bool:
-        """A beam loses its blocks with all of its group, so not if one of them is in the step or the first of all."""
+    def _may_lose(self, sequence: Sequence) -> bool:
+        """A beam loses its blocks with all of its group, which stands together: so not if the first of all is in it."""
         group = self._roster.beam_groups.get(sequence.request)
-        if group is None:
-            return True
-        running = self._roster.running.sequences
-        spared = (running[0].request, running[max(index, 1) - 1].request)
-        return sequence.request not in spared and not group.is_rebuilding
+        first = self._roster.running.sequences[0]
+        return group is None or (sequence.request is not first.request and not group.is_rebuilding)
 
     def make_room_for_waiting(self, draft: StepDraft, sequence: Sequence, num_needed: int, match: Match | None) -> bool:
         """Whether so many blocks are free for a waiting sequence, beside those of its match and what those who run

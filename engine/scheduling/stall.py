@@ -26,7 +26,7 @@ class PrefillBound:
         self._least_tokens = least_tokens
         self._load = load
         self.is_spent = False
-        """Somebody found nothing left."""
+        """Whoever asked last found nothing left."""
 
     def tokens_behind(self, context_tokens: int) -> int:
         """Most tokens of one more chunk behind so many of its sequence."""

@@ -21,9 +21,9 @@ class Patience:
 
     Who may be passed over all the same. A sequence waits for another that computes the same prompt, for its own newest
     token, for a place among the partial prefills, or for a transfer. Each of these ends when somebody else's prefill
-    does, and that takes at most as many steps as a sequence has tokens, for each time that it is preempted. So the
-    steps in which only such begin that came too late to go first, from the first of them to the last, are bounded by
-    a number that does not grow with the load: `max_steps`.
+    does, and that takes at most as many steps as a sequence has tokens, for each time that it is preempted; and then
+    it may be another tenant's turn. So the steps in which only such begin that came too late to go first, from the
+    first of them to the last, are bounded by a number that grows with the tenants, not with the load: `max_steps`.
 
     Sequences that hold blocks are out of it, from the moment at which they are fetched: nobody else has any use of
     these before they have run.

@@ -23,7 +23,7 @@ from engine.simulation.scenario import ClientRequest, Restart, Scenario
 from engine.simulation.simulated_model import Ending
 
 _PATIENCE_LENGTHS: Final = 4
-"""Steps over which somebody may be passed over, in lengths of the longest sequence."""
+"""Steps over which somebody may be passed over for each tenant, in lengths of the longest sequence."""
 _MAX_TURNS: Final = 100_000
 _MAX_TURNS_AT_ONCE: Final = 1000
 _RETRY_S: Final = 0.2
@@ -237,7 +237,8 @@ class _Run:
         )
         self._of_request.clear()
         setup = self._scenario.setup
-        self._patience = Patience(setup.ageing_s, _PATIENCE_LENGTHS * setup.max_len)
+        num_tenants = len({wish.tenant for wish in self._scenario.requests})
+        self._patience = Patience(setup.ageing_s, _PATIENCE_LENGTHS * setup.max_len * num_tenants)
         for stream in self._live.values():
             self._submit(stream)
 

@@ -122,6 +122,28 @@ def test_a_group_that_lost_its_blocks_finds_the_same(max_in_flight: int, chunked
     assert sum(group.sequences[0].num_preemptions for group in groups) > 0
 
 
+def test_nobody_is_given_the_blocks_and_places_that_a_group_needs_to_begin_again() -> None:
+    """Its prompt is computed anew, a token a step, while newcomers would take all that there is."""
+    driver = Driver(num_blocks=22, block_size=2, max_prefill_tokens=1, max_num_seqs=6, enable_prefix_caching=False)
+    driver.submit([20, 21], max_tokens=34)
+    group = driver.submit(PROMPT[:5], beam_width=4, n=2, max_tokens=14)
+    for _ in range(20):
+        driver.turn()
+    assert driver.scheduler.counts.num_preemptions == 4
+    most_held = 0
+    while not group.is_finished:
+        driver.submit([22, 23], max_tokens=20)
+        driver.turn()
+        blocks, roster = driver.blocks, driver.scheduler._roster
+        held = [state.num_held_blocks for state in roster.beam_groups.values()]
+        assert blocks.num_held_blocks == sum(held) <= blocks.num_free_blocks + blocks.num_cached_blocks
+        assert roster.num_places_taken <= 6
+        most_held = max(most_held, blocks.num_held_blocks)
+    assert most_held == 5
+    finish(driver)
+    assert group.sequences[0].num_preemptions == 1
+
+
 def test_a_group_that_alone_outgrows_the_pool_ends_with_its_best_so_far() -> None:
     driver = Driver(num_blocks=12, block_size=2)
     group = driver.submit(PROMPT, beam_width=4, n=2, max_tokens=50)
@@ -137,6 +159,17 @@ def test_groups_that_outgrow_the_pool_together_each_come_to_their_end() -> None:
     groups = [driver.submit([3 + i, 4, 5], beam_width=4, n=1, max_tokens=20) for i in range(5)]
     finish(driver)
     assert sum(group.sequences[0].num_preemptions for group in groups) > 0
+
+
+def test_a_tenant_is_charged_once_for_each_token_that_its_beams_compute() -> None:
+    driver = Driver(num_blocks=200)
+    driver.submit(PROMPT, beam_width=4, n=1, max_tokens=20, tenant="a")
+    for _ in range(12):
+        driver.turn()
+    roster = driver.scheduler._roster
+    roster._charge()
+    assert roster.shares.served("a") == sum(plan.total_num_scheduled_tokens for plan in driver.plans) > 40
+    finish(driver)
 
 
 def test_groups_wait_for_places_for_all_of_their_beams() -> None:
