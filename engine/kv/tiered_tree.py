@@ -516,7 +516,8 @@ class TieredTree(PrefixTree):
             for node in self.host.saved if self._flushed_at else self._host_order():
                 if len(coldest) >= num_missing or len(spared) >= num_missing + _MAX_SPARED:
                     break
-                if host.pins[node.host_id] or node.found_at == self._num_looks:
+                # One that has arrived and waits for what is above it may yet be given up, and then has only this.
+                if host.pins[node.host_id] or node.found_at == self._num_looks or node.arrival is not None:
                     continue
                 if node.disk_id or node.block_id or all(child in coldest for child in node.children.values()):
                     coldest[node] = None

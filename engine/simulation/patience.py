@@ -1,6 +1,6 @@
 """Nobody starves: the bound that the waiting queue states, watched from outside."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from engine.sequence import Sequence, SequenceState
@@ -19,19 +19,23 @@ class Patience:
     by arrival. So only so many can go before a sequence: nothing that joins (priority - highest priority + 1) *
     ageing_s after it does.
 
-    Who may be passed over all the same. A sequence waits for another that computes the same prompt, for its own newest
-    token, for a place among the partial prefills, or for a transfer. Each of these ends when somebody else's prefill
-    does, and that takes at most as many steps as a sequence has tokens, for each time that it is preempted; and then
-    it may be another tenant's turn. So the steps in which only such begin that came too late to go first, from the
-    first of them to the last, are bounded by a number that grows with the tenants, not with the load: `max_steps`.
+    Who may be passed over all the same. A sequence waits for a block that is on its way up for another, and how long
+    that takes is the disk's affair. It waits for another that computes the same prompt, for its own newest token, or
+    for a place among the partial prefills. Each of these ends when somebody else's prefill does, and that takes at
+    most as many steps as a sequence has tokens, for each time that it is preempted; and then it may be another
+    tenant's turn. So the steps in which only such begin that came too late to go first, from the first of them to the
+    last, are bounded by a number that grows with the tenants, not with the load: `max_steps`.
 
     Sequences that hold blocks are out of it, from the moment at which they are fetched: nobody else has any use of
     these before they have run.
     """
 
-    def __init__(self, ageing_s: float, max_steps: int) -> None:
+    def __init__(
+        self, ageing_s: float, max_steps: int, awaits_transfer: Callable[[Sequence], bool] = lambda sequence: False
+    ) -> None:
         self._ageing_s = ageing_s
         self._max_steps = max_steps
+        self._awaits_transfer = awaits_transfer
         self._joined_s: dict[Sequence, float] = {}
         """Who waits, and since when it is in the queue."""
         self._num_preemptions: dict[Sequence, int] = {}
@@ -92,7 +96,9 @@ class Patience:
     def _pass(self, sequence: Sequence, other: Sequence, step: int) -> None:
         num_steps = step - self._passed_in_step.setdefault(sequence, step)
         self.longest_steps = max(self.longest_steps, num_steps)
-        if num_steps > self._max_steps:
+        if num_steps > self._max_steps and self._awaits_transfer(sequence):
+            del self._passed_in_step[sequence]
+        elif num_steps > self._max_steps:
             who = f"sequence {sequence.sequence_id}, priority {sequence.request.priority},"
             by_whom = f"sequence {other.sequence_id}, priority {other.request.priority}"
             raise Starvation(f"{who} waits and has been passed over for {num_steps} steps, now by {by_whom}")

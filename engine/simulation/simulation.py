@@ -238,7 +238,12 @@ class _Run:
         self._of_request.clear()
         setup = self._scenario.setup
         num_tenants = len({wish.tenant for wish in self._scenario.requests})
-        self._patience = Patience(setup.ageing_s, _PATIENCE_LENGTHS * setup.max_len * num_tenants)
+        blocks = self._life.blocks
+        self._patience = Patience(
+            setup.ageing_s,
+            _PATIENCE_LENGTHS * setup.max_len * num_tenants,
+            lambda sequence: blocks.has_tiers and blocks.find(sequence).is_arriving,
+        )
         for stream in self._live.values():
             self._submit(stream)
 

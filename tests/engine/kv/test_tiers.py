@@ -404,6 +404,28 @@ def test_what_arrives_for_nobody_before_what_is_above_it_is_not_copied_down_mean
     engine.settle()
 
 
+def test_what_arrived_before_what_is_above_it_keeps_its_copy_below_until_it_is_settled():
+    """Others need room in host memory, and then the sequence is freed while the disk is still read."""
+    engine = SmallEngine(num_host_blocks=8, num_disk_blocks=40)
+    engine.keep(range(8))
+    engine.push_down(to_disk=True)
+    engine.bring_up(range(8))
+    engine.keep(range(16))
+    tiers = engine.manager.tiers
+    engine.push_down()
+    for node in [node for node in tiers.host.cached if node.disk_id]:
+        tiers.host.release(node)
+    sequence = engine.fetch([*range(16), 60])
+    engine.start()
+    engine.memory.finish(is_disk=False)
+    for host_id in tiers._take_host(8):
+        tiers.host.unpin(host_id)
+    engine.manager.free(sequence)
+    engine.check()
+    engine.settle()
+    assert engine.add([*range(16), 70])[1].num_offloaded_tokens == 16
+
+
 def test_a_fetch_is_over_when_its_last_block_is_there():
     engine = SmallEngine(num_disk_blocks=40)
     engine.keep(range(16))

@@ -754,3 +754,22 @@ def test_sampling_params_reach_the_executor_once():
     facts = [facts for plan in driver.plans for facts in plan.new_sequences]
     assert [(f.choice, f.num_prompt, f.eos_token_ids) for f in facts] == [(0, 3, (2,))]
     assert isinstance(facts[0].sampling, SamplingParams)
+
+
+def test_a_choice_is_not_copied_from_one_that_is_being_copied_in_the_same_step():
+    """Both come back at once. The first copies what is left of its last block; the second finds no room for that, and
+    must not copy from the first, whose block is written by a copy of this very step."""
+    driver = Driver(num_blocks=9, block_size=4)
+    holder = driver.submit(prompt_of(16, 100), max_tokens=8)
+    driver.turn()
+    driver.turn()
+    driver.pause(holder)
+    request = driver.submit(prompt_of(5), max_tokens=8, n=2, temperature=1.0)
+    while any(len(sequence.token_ids) < 7 for sequence in request.sequences):
+        driver.turn()
+    assert driver.blocks.num_available_blocks == 0
+    for sequence in reversed(request.sequences):
+        driver.scheduler._pressure._preempt(sequence)
+    driver.turn()
+    driver.scheduler.resume(holder)
+    driver.run().check_all()
