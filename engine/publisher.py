@@ -259,27 +259,34 @@ class Publisher:
         self.step += 1
         rows: defaultdict[bytes, list[tuple[int, int, list[int]]]] = defaultdict(list)
         finished: defaultdict[bytes, list[Finished]] = defaultdict(list)
+        hits: defaultdict[bytes, list[int]] = defaultdict(list)
         for output in outputs:
-            request = output.sequence.request
+            sequence = output.sequence
+            request = sequence.request
             if output.token_ids:
-                rows[request.gateway_id].append((request.request_id, output.sequence.choice, output.token_ids))
+                rows[request.gateway_id].append((request.request_id, sequence.choice, output.token_ids))
+                if sequence.num_cached_tokens and not sequence.is_hit_told:
+                    sequence.is_hit_told = True
+                    hits[request.gateway_id] += (request.request_id, sequence.num_cached_tokens)
             if output.finish_reason:
                 gateway_id = request.gateway_id  # the stream's end takes its address away
                 finished[gateway_id].append(self._finish(output, now_s))
         for gateway_id in rows.keys() | finished.keys():
             if gateway_id != NO_GATEWAY:
-                self._send_rows(gateway_id, rows[gateway_id], finished[gateway_id])
+                self._send_rows(gateway_id, rows[gateway_id], finished[gateway_id], hits[gateway_id])
 
-    def _send_rows(self, gateway_id: bytes, rows: list[tuple[int, int, list[int]]], finished: list[Finished]) -> None:
+    def _send_rows(
+        self, gateway_id: bytes, rows: list[tuple[int, int, list[int]]], finished: list[Finished], hits: list[int]
+    ) -> None:
         """Rows before ends: a choice's tokens are there when it ends."""
-        message = pack_rows(rows, self.step, finished)
+        message = pack_rows(rows, self.step, finished, hits)
         if len(message.token_ids) <= _MAX_STEP_BYTES or len(rows) == 1:
             self._send_counted(gateway_id, message)
             return
         middle = len(rows) // 2
-        self._send_rows(gateway_id, rows[:middle], [])
+        self._send_rows(gateway_id, rows[:middle], [], hits)
         self.step += 1
-        self._send_rows(gateway_id, rows[middle:], finished)
+        self._send_rows(gateway_id, rows[middle:], finished, [])
 
     def finish_unknown(self, gateway_id: bytes, request_id: int, cause: str) -> None:
         """Answer an Abort of a request that is not there: it has ended, or never was."""

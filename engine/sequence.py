@@ -65,8 +65,8 @@ class Sequence:
     """Of its tokens, counted from the first: those that its tenant has been charged for, or need not be."""
     num_recompute: int = 0
     """Tokens that were computed when it was last preempted."""
-    num_published: int = 0
-    """Generated tokens that went to the publisher, those of a continuation included."""
+    is_hit_told: bool = False
+    """Its gateway knows of num_cached_tokens."""
     finish_reason: str = ""
     finish_cause: str = ""
 

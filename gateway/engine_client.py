@@ -75,6 +75,9 @@ class Sink(Protocol):
     After its end (`is_done`) it gets no further call.
     """
 
+    def hit(self, num_cached_tokens: int) -> None:
+        """So many of its prompt's tokens were found in the prefix cache. Before its first token, if at all."""
+
     def push_token(self, token_id: int) -> None:
         """One new token of choice 0, which does not end with it. Goes out at once."""
 
@@ -350,6 +353,8 @@ class EngineClient:
         token_ids = unpack_ids(output.token_ids)
         self.num_tokens += len(token_ids)
         sinks = self._sinks
+        if output.hits:
+            self._on_hits(unpack_ids(output.hits))
         if output.num_tokens or output.choices:
             self._on_mixed_step(output, request_ids, token_ids)
             return
@@ -367,6 +372,12 @@ class EngineClient:
                     self._break(sink, error)
         if gathering:
             self._on_ends(output.finished, gathering)
+
+    def _on_hits(self, hits: list[int]) -> None:
+        for request_id, num_cached_tokens in zip(hits[::2], hits[1::2], strict=False):
+            sink = self._sinks.get(request_id)
+            if sink is not None:
+                sink.hit(num_cached_tokens)
 
     def _on_mixed_step(self, output: StepOutput, request_ids: list[int], token_ids: list[int]) -> None:
         counts = unpack_ids(output.num_tokens) if output.num_tokens else [1] * len(request_ids)

@@ -291,6 +291,9 @@ class Stream:
 
     # What the wire brings
 
+    def hit(self, num_cached_tokens: int) -> None:
+        self.num_cached = max(self.num_cached, num_cached_tokens)
+
     def push_token(self, token_id: int) -> None:
         first = self._first
         assert first is not None

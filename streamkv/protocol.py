@@ -214,6 +214,9 @@ class StepOutput(msgspec.Struct, tag=34, array_like=True, frozen=True):
     choices: bytes = b""
     """int32 per row; empty: all 0."""
     finished: list[Finished] = []
+    hits: bytes = b""
+    """int32 pairs (request id, prompt tokens whose KV was found) of requests whose first tokens are in this output: a
+    request that the gateway ends itself, at a stop string, has no other way to know."""
 
 
 class Rejected(msgspec.Struct, tag=35, array_like=True, frozen=True):
@@ -311,8 +314,10 @@ def peek_request_id(frame: bytes | memoryview) -> int:
     return -1
 
 
-def pack_rows(rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finished: list[Finished]) -> StepOutput:
-    """Rows of (request_id, choice, new token ids) → StepOutput in its shortest form."""
+def pack_rows(
+    rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finished: list[Finished], hits: Sequence[int] = ()
+) -> StepOutput:
+    """Rows of (request_id, choice, new token ids) → StepOutput in its shortest form. hits: its pairs, unpacked."""
     ids = array("i")
     for _, _, tokens in rows:
         ids.extend(tokens)
@@ -327,4 +332,5 @@ def pack_rows(rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finishe
         num_tokens=b"" if one_each else pack_ids(len(tokens) for _, _, tokens in rows),
         choices=b"" if no_choices else pack_ids(choice for _, choice, _ in rows),
         finished=finished,
+        hits=pack_ids(hits),
     )

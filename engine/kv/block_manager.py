@@ -531,8 +531,9 @@ class BlockManager:
         there is nothing to do."""
         if self.tiers is None:
             return []
-        self._num_taken_of_late = max(self._num_taken, self._num_taken_of_late * 7 // 8)
-        self._num_taken = 0
+        if self._num_taken:  # a while in which nobody takes any does not make the next prompt smaller
+            self._num_taken_of_late = max(self._num_taken, self._num_taken_of_late * 7 // 8)
+            self._num_taken = 0
         self.tiers.look_ahead(self._num_taken_of_late)
         return self.tiers.take()
 

@@ -417,8 +417,9 @@ class TieredTree(PrefixTree):
         if num_wanted > num_ready * _SLACK and self.cached:
             self._save_coldest(min(num_wanted, max(_MAX_LOOK_AHEAD, num_taken)))
         if self.num_disk_blocks:
-            self._num_host_taken_of_late = max(self._num_host_taken, self._num_host_taken_of_late * 7 // 8)
-            self._num_host_taken = 0
+            if self._num_host_taken:
+                self._num_host_taken_of_late = max(self._num_host_taken, self._num_host_taken_of_late * 7 // 8)
+                self._num_host_taken = 0
             num_ready = _num_ready(host.num_blocks, self._num_host_taken_of_late, host.num_blocks)
             num_wanted = num_ready - len(host.free) - len(host.saved)
             if num_wanted > num_ready * _SLACK and host.cached and self._num_storing < _MAX_STORING:

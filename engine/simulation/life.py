@@ -220,6 +220,10 @@ class EngineLife:
         assert blocks.num_owned_blocks == 0, f"{blocks.num_owned_blocks} blocks have an owner"
         num_free, num_cached = blocks.num_free_blocks, blocks.num_cached_blocks
         assert num_free + num_cached == blocks.pool.num_blocks - 1, f"{num_free} free, {num_cached} cached"
+        coming = (blocks.num_in_transfer_blocks, blocks.num_unfinished_transfers, scheduler.num_transfers)
+        assert coming == (0, 0, 0) and not blocks.num_held_blocks, (
+            f"{coming} in transfer, {blocks.num_held_blocks} held"
+        )
         assert not blocks.places and not blocks.producers and not blocks.holders, "sequences are remembered"
         usage = scheduler.kv_usage()
         assert (usage.num_owned_blocks, usage.num_computed_tokens) == (0, 0), f"{usage}"

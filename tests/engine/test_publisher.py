@@ -307,3 +307,14 @@ def test_a_tail_too_large_for_a_frame_is_refused_and_a_shorter_one_sent(
     assert wire.sent == [] and publisher.at(A, 1) is stream, "a refused attach changes nothing"
     publisher.attach(stream, B, 1, 200)
     assert publisher.at(B, 1) is stream
+
+
+def test_what_was_found_of_a_prompt_is_told_once_with_its_first_tokens(wire: Wire, publisher: Publisher) -> None:
+    request, other = request_at(A, 7), request_at(A, 8)
+    request.sequences[0].num_cached_tokens = 3
+    for each in (request, other):
+        publisher.add(each)
+    for token in (1, 2):
+        publisher.publish([output(request, token), output(other, token)], 1.0)
+    hits = [unpack_ids(message.hits) for _, message in wire.sent if isinstance(message, StepOutput)]
+    assert hits == [[7, 3], []]

@@ -54,6 +54,10 @@ class RecordingSink:
         self.raises = False
         self.padding = b""
         self.is_broken = False
+        self.num_cached_tokens = 0
+
+    def hit(self, num_cached_tokens: int) -> None:
+        self.num_cached_tokens = num_cached_tokens
 
     def push_token(self, token_id: int) -> None:
         if self.raises:

@@ -108,6 +108,18 @@ async def test_usage_tells_what_was_found_in_the_cache(slow: RunningGateway) -> 
     assert streamed.usage["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_usage_tells_what_was_found_also_when_a_stop_string_ends_every_choice(
+    slow: RunningGateway, n: int
+) -> None:
+    text = small_tokenizer().decode(expected(8))
+    first = body(max_tokens=8, temperature=0, n=n)
+    await slow.post(TEXT, first)
+    _, answer = await slow.post(TEXT, first | {"stop": [text[2:4]], "max_tokens": 1000})
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(PROMPT) - 1
+
+
 async def test_the_prompts_ids_stand_where_vllm_puts_them(gateway: RunningGateway) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "n": 2, "return_token_ids": True}
     _, whole = await gateway.post(CHAT, chat)
