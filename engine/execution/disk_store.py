@@ -131,6 +131,8 @@ class DiskStore:
 
     def _unusable(self, error: Exception) -> ConfigError:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            reason = "it, or something above it, is not a folder"
         return ConfigError("disk_kv_path", f"{self.path} cannot be used: {reason}; give a folder that can be written")
 
     # at the start

@@ -401,6 +401,7 @@ def test_a_path_that_cannot_be_used_is_an_error_that_names_the_setting(tmp_path:
     ):
         error = refusal(path)
         assert error.field == "disk_kv_path" and "cannot be used: " in error.message, path
+    assert "not a folder" in refusal(file).message and "not a folder" in refusal(file / "below").message
 
 
 def test_a_folder_of_ours_that_is_a_link_is_refused(tmp_path: Path) -> None:
