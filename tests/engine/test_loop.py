@@ -862,10 +862,10 @@ def test_heartbeats_say_how_long_the_running_step_should_take() -> None:
     ):
         gateway.wait_for(Ready)
         assert gateway.wait_for(Heartbeat).expected_step_s == 0.0
-        gateway.send(submission(1, PROMPT, 40))
+        gateway.send(submission(1, PROMPT, 400))
         gateway.wait_tokens(1, 30)
         assert figures(gateway).gauges["latency_model_error"] > 0.0, "the first step could not be predicted"
         gateway.messages.clear()
-        while not (heartbeat := gateway.wait_for(Heartbeat)).expected_step_s:
-            gateway.messages.clear()
-        assert heartbeat.expected_step_s >= 0.04
+        # One that says nothing runs was sent before the request's first step, or after its end.
+        beats = (gateway.wait_for(Heartbeat).expected_step_s for _ in range(40))
+        assert next(filter(None, beats)) >= 0.04

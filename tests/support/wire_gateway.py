@@ -149,7 +149,7 @@ class WireGateway:
         while (left_s := until_s - time.monotonic()) > 0:
             self.pump(left_s)
 
-    def wait_for(self, kind: type[M], timeout_s: float = 10.0) -> M:
+    def wait_for(self, kind: type[M], timeout_s: float = 30.0) -> M:
         """The first message of this kind that is there or comes; it is taken out of `messages`."""
         until_s = time.monotonic() + timeout_s
         while True:
@@ -160,7 +160,7 @@ class WireGateway:
             assert time.monotonic() < until_s, f"no {kind.__name__} came; there are {self.messages}"
             self.pump()
 
-    def wait_tokens(self, request_id: int, num_tokens: int, choice: int = 0, timeout_s: float = 10.0) -> list[int]:
+    def wait_tokens(self, request_id: int, num_tokens: int, choice: int = 0, timeout_s: float = 30.0) -> list[int]:
         """The choice's tokens once there are so many."""
         until_s = time.monotonic() + timeout_s
         while len(self.requests[request_id].tokens[choice]) < num_tokens:
@@ -168,7 +168,7 @@ class WireGateway:
             self.pump()
         return self.requests[request_id].tokens[choice]
 
-    def wait_end(self, request_id: int, num_choices: int = 1, timeout_s: float = 10.0) -> Received:
+    def wait_end(self, request_id: int, num_choices: int = 1, timeout_s: float = 30.0) -> Received:
         """What came for a request, once every choice has ended."""
         until_s = time.monotonic() + timeout_s
         while len(self.requests[request_id].finished) < num_choices:
