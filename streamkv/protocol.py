@@ -38,6 +38,20 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids.tolist()
 
 
+class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Natural log probabilities of consecutive tokens of one choice, or of a prompt, as packed arrays.
+
+    With k = len(top_ids) / len(chosen), the same for every token, likeliest first and the lowest id on a tie.
+    """
+
+    chosen: bytes
+    """float32, little-endian, per token."""
+    top_ids: bytes = b""
+    """int32 per token and place; k may be 0."""
+    top_logprobs: bytes = b""
+    """float32 per token and place."""
+
+
 # Gateway → engine
 
 
@@ -96,6 +110,8 @@ class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
     shares_prefix: bool = False
     """Its prompt may be found by every other request that shares, whatever its tenant, within one cache_salt; without
     it only by the tenant's own."""
+    prior_logprobs: list[TokenLogprobs] = []
+    """Continuation: those of prior_token_ids, per choice, where sampling.logprobs asks for them. Kept for Attach."""
 
 
 class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -197,6 +213,23 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     num_preemptions: int = 0
 
 
+class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities of the new tokens of one row of a StepOutput."""
+
+    row: int
+    values: TokenLogprobs
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Log probabilities of a part of a prompt. The parts of a request come in order, the last before or with its first
+    token; after an engine's end they come again from the first."""
+
+    request_id: int
+    start: int
+    """Index in the prompt of the first token told of; at least 1."""
+    values: TokenLogprobs
+
+
 class StepOutput(msgspec.Struct, tag=34, array_like=True, frozen=True):
     """All that one step produced for one gateway. A row is one choice with at least one new token.
 
@@ -217,6 +250,9 @@ class StepOutput(msgspec.Struct, tag=34, array_like=True, frozen=True):
     hits: bytes = b""
     """int32 pairs (request id, prompt tokens whose KV was found) of requests whose first tokens are in this output: a
     request that the gateway ends itself, at a stop string, has no other way to know."""
+    logprobs: list[RowLogprobs] = []
+    """Of the rows whose requests asked for them."""
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class Rejected(msgspec.Struct, tag=35, array_like=True, frozen=True):
@@ -243,6 +279,10 @@ class Attached(msgspec.Struct, tag=36, array_like=True, frozen=True):
     """Per choice, the generated tokens from from_token on."""
     finished: list[Finished] = []
     """The choices that have ended already."""
+    logprobs: list[TokenLogprobs] = []
+    """Per choice, those of token_ids; empty where none were asked for."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Those of the prompt from its second token on, as far as they are known; None where none were asked for."""
 
 
 class Histogram(msgspec.Struct, array_like=True, frozen=True):

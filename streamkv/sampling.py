@@ -9,11 +9,34 @@ from streamkv.errors import InvalidField
 MAX_SEED = 2**64 - 1
 MAX_STOP_TOKEN_IDS = 128
 MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_GRAMMAR_CHARS = 256 * 1024
+GRAMMAR_KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
 
 
 def _check_range(field: str, value: float, low: float, high: float, hint: str = "") -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidField(field, f"must be between {low:g} and {high:g}, got {value!r}{hint}")
+
+
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What the generated text must look like. Compiled by the engine; one that cannot be is refused as `invalid` with
+    the field that `field` names. Raises InvalidField on construction."""
+
+    kind: str
+    """One of GRAMMAR_KINDS."""
+    text: str = ""
+    """json_object: empty. json_schema: the schema as JSON. regex: the pattern, which the whole text matches. choice: a
+    JSON list of texts. lark: a grammar in Lark's notation, with the rule `start`."""
+    field: str = "response_format"
+    """Where the client wrote it."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidField(self.field, f"must be one of {', '.join(GRAMMAR_KINDS)}, got {self.kind!r}"[:200])
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise InvalidField(self.field, f"may have {MAX_GRAMMAR_CHARS} characters, got {len(self.text)}")
 
 
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
@@ -54,6 +77,23 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     length_penalty: float = 1.0
     """Finished beams are compared by the sum of their log probabilities over their length to this power, -10 .. 10.
     The search ends as that of transformers with early_stopping=False (engine/scheduling/beam_search.py)."""
+
+    presence_penalty: float = 0.0
+    """-2 .. 2, taken from the logit of every token that this choice has generated."""
+    frequency_penalty: float = 0.0
+    """-2 .. 2, taken from a token's logit as many times as this choice has generated it."""
+    repetition_penalty: float = 1.0
+    """Over 0, at most 10. Positive logits of tokens in the prompt or the output are divided by it, others multiplied
+    (Keskar et al., CTRL, 2019). Before the two above."""
+    logit_bias: dict[int, float] = {}
+    """token id → what is added to its logit, -100 .. 100; at most 1024 ids. Before the penalties."""
+    logprobs: int = -1
+    """Log probabilities of each generated token, and of so many likeliest tokens beside it, 0 .. 20; -1: none. They
+    are the model's own: before bans, biases, penalties, temperature and filters."""
+    prompt_logprobs: int = -1
+    """The same for the prompt's tokens but the first. The whole prompt is computed for that, whatever is cached."""
+    grammar: Grammar | None = None
+    """What the text of each choice must match. End-of-sequence is only sampled where it does."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed <= MAX_SEED:
@@ -102,6 +142,41 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
                         field, f"must be {off} for beam search, which looks at all tokens, got {value:g}"
                     )
         _check_range("length_penalty", self.length_penalty, -10.0, 10.0)
+        self._check_logits()
+
+    def _check_logits(self) -> None:
+        """What changes logits or tells of them."""
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 0.0 < self.repetition_penalty <= 10.0:
+            raise InvalidField("repetition_penalty", f"must be over 0 and at most 10, got {self.repetition_penalty!r}")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise InvalidField("logit_bias", f"takes at most {MAX_LOGIT_BIASES} ids, got {len(self.logit_bias)}")
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0:
+                raise InvalidField("logit_bias", f"ids must not be negative, got {token_id}")
+            _check_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        for field, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if not -1 <= value <= MAX_LOGPROBS:
+                raise InvalidField(field, f"must be between 0 and {MAX_LOGPROBS}, or -1 for none, got {value}")
+        if self.beam_width:
+            for field, is_off in (
+                ("presence_penalty", self.presence_penalty == 0),
+                ("frequency_penalty", self.frequency_penalty == 0),
+                ("repetition_penalty", self.repetition_penalty == 1),
+                ("logit_bias", not self.logit_bias),
+                ("logprobs", self.logprobs < 0),
+                (self.grammar.field if self.grammar else "grammar", self.grammar is None),
+            ):
+                if not is_off:
+                    raise InvalidField(field, "cannot be used with beam search; leave it out")
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a penalty or a bias stands between the model's logits and the draw."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
+        )
 
     @property
     def num_sequences(self) -> int:
