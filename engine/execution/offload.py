@@ -1,10 +1,12 @@
 """KV blocks between device, host memory and disk, on threads of their own, beside the steps."""
 
+import logging
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 
 from engine.execution.disk_store import DiskStore
 from engine.transfer import Transfer, TransferKind, TransferResult
+from streamkv.log import fields
 
 HostMemory = npt.NDArray[np.uint8]
 """[num_host_blocks + 1, block_bytes]: a block in one piece, keys and values of one layer after the other. Row 0 is not
@@ -22,6 +25,12 @@ DISK_KINDS: Final = (TransferKind.HOST_TO_DISK, TransferKind.DISK_TO_HOST, Trans
 """They do not touch the device, so they wait for no step."""
 _MEASURED_BLOCKS: Final = 32
 _MEASURED_TURNS: Final = 3
+_DISK_LIMIT_S: Final = 20.0
+"""What one block may take on its way from or to the disk, before the disk counts as hung."""
+_JOIN_S: Final = 5.0
+"""What a thread that is asked to end may still take for the block under its hands."""
+
+logger = logging.getLogger(__name__)
 
 
 def allocate_host_memory(num_host_blocks: int, block_bytes: int) -> HostMemory:
@@ -76,11 +85,26 @@ class CpuBlockCopier:
                 start = end
 
 
+@dataclass(slots=True, eq=False)
+class _DiskWork:
+    """A transfer from or to the disk, until it is reported. Guarded by Offload's lock."""
+
+    transfer: Transfer
+    on_done: Callable[[], None]
+    begun_s: float = 0.0
+    num_done: int = 0
+    """Of its blocks, those that are over, in order."""
+    failed: list[int] = field(default_factory=list)
+    is_over: bool = False
+    """Reported, or given up. The thread may not touch host memory for it any more: others use those blocks."""
+
+
 class Offload:
     """Carries out transfers: one thread for copies between device and host memory, one for the disk.
 
     Each does its transfers in the order in which they came; how many wait is bounded by the blocks in them, which
-    nobody else may use meanwhile.
+    nobody else may use meanwhile. A disk that takes `disk_limit_s` for one block counts as hung (a network file system
+    whose server is gone, say): all that waits for it has failed, and so does what comes until it answers again.
     """
 
     def __init__(
@@ -89,21 +113,31 @@ class Offload:
         copier: BlockCopier,
         store: DiskStore | None,
         clock: Callable[[], float] = time.perf_counter,
+        disk_limit_s: float = _DISK_LIMIT_S,
+        join_s: float = _JOIN_S,
     ) -> None:
         """store: open, or None for no disk tier. The caller closes it after this."""
         self._host = host
         self._copier = copier
         self._store = store
         self._clock = clock
+        self._disk_limit_s = disk_limit_s
+        self._join_s = join_s
         self._finished: deque[TransferResult] = deque()
         self._error: BaseException | None = None
         self._is_closing = False
-        self._queues: list[queue.SimpleQueue[tuple[Transfer, Callable[[], None]] | None]] = []
-        self._threads: list[threading.Thread] = []
-        for name in ("kv-copy", "kv-disk")[: 1 if store is None else 2]:
-            waiting: queue.SimpleQueue[tuple[Transfer, Callable[[], None]] | None] = queue.SimpleQueue()
-            self._queues.append(waiting)
-            self._threads.append(threading.Thread(target=self._work, args=(waiting,), name=name, daemon=True))
+        self._copies: queue.SimpleQueue[tuple[Transfer, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._disk_queue: queue.SimpleQueue[_DiskWork | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Guards what follows, and every access of the disk's thread to host memory."""
+        self._disk_pending: deque[_DiskWork] = deque()
+        """Not yet over, in their order; the thread works on the first."""
+        self._block_since_s = 0.0
+        """When the thread began with the block under its hands."""
+        self._is_hung = False
+        self._threads = [threading.Thread(target=self._copy, name="kv-copy", daemon=True)]
+        if store is not None:
+            self._threads.append(threading.Thread(target=self._use_disk, args=(store,), name="kv-disk", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -112,14 +146,29 @@ class Offload:
 
         For the kinds that touch the device: call it when the steps launched before are done.
         """
-        is_disk = transfer.kind in DISK_KINDS
-        assert not is_disk or self._store is not None, "there is no disk tier"
-        self._queues[is_disk].put((transfer, on_done))
+        if transfer.kind not in DISK_KINDS:
+            self._copies.put((transfer, on_done))
+            return
+        assert self._store is not None, "there is no disk tier"
+        work = _DiskWork(transfer, on_done)
+        with self._lock:
+            is_hung = self._is_hung
+            if is_hung:
+                self._give_up(work)
+            else:
+                if not self._disk_pending:
+                    self._block_since_s = self._clock()
+                self._disk_pending.append(work)
+                self._disk_queue.put(work)
+        if is_hung:
+            on_done()
 
     def take_finished(self) -> list[TransferResult]:
         """As Executor.finished_transfers."""
         if self._error is not None:
             raise self._error
+        if self._store is not None:
+            self._look_at_disk()
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def measure_bytes_per_s(self, num_device_blocks: int) -> float:
@@ -138,56 +187,115 @@ class Offload:
         num_bytes: int = 2 * count * self._host.shape[1]
         return num_bytes / max(min(times_s), 1e-9)
 
-    def close(self) -> None:
-        """End the threads after the block that each has under its hands. What still waits is not done. Idempotent."""
+    def close(self) -> bool:
+        """End the threads after the block that each has under its hands → whether they have ended. What still waits is
+        not done. Idempotent.
+
+        If False a disk hangs: the thread goes with the process, and the store has to stay open, since it may come
+        back to its files.
+        """
         self._is_closing = True
-        for waiting in self._queues:
-            waiting.put(None)
+        self._copies.put(None)
+        self._disk_queue.put(None)
         for thread in self._threads:
-            thread.join()
-        self._queues, self._threads = [], []
+            thread.join(self._join_s if thread.name == "kv-disk" else None)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if self._threads:
+            logger.warning("the disk for KV blocks does not answer; left as it is")
+        return not self._threads
+
+    # a disk that hangs
+
+    def _look_at_disk(self) -> None:
+        with self._lock:
+            if not self._disk_pending or self._clock() - self._block_since_s < self._disk_limit_s:
+                return
+            self._is_hung = True
+            logger.warning(
+                "the disk for KV blocks does not answer: it counts as empty and full until it does",
+                extra=fields(limit_s=self._disk_limit_s, num_transfers=len(self._disk_pending)),
+            )
+            while self._disk_pending:
+                self._give_up(self._disk_pending.popleft())
+
+    def _give_up(self, work: _DiskWork) -> None:
+        """Report it with what is not done as failed. The lock is held."""
+        transfer = work.transfer
+        work.failed.extend(range(work.num_done, len(transfer.stored)))
+        self._report(work)
+
+    def _report(self, work: _DiskWork) -> None:
+        """The lock is held."""
+        work.is_over = True
+        transfer = work.transfer
+        num_moved = max(0, len(transfer.host_ids) - len(work.failed))  # nothing for what is only dropped
+        elapsed_s = self._clock() - work.begun_s if work.begun_s else 0.0
+        num_bytes = num_moved * self._host.shape[1]
+        self._finished.append(TransferResult(transfer.transfer_id, work.failed, elapsed_s, num_bytes))
 
     # on the threads
 
-    def _work(self, waiting: "queue.SimpleQueue[tuple[Transfer, Callable[[], None]] | None]") -> None:
-        while (entry := waiting.get()) is not None:
+    def _copy(self) -> None:
+        while (entry := self._copies.get()) is not None:
             transfer, on_done = entry
             if self._is_closing or self._error is not None:
                 continue
             start_s = self._clock()
             try:
-                failed = self._carry_out(transfer)
+                if transfer.kind is TransferKind.DEVICE_TO_HOST:
+                    self._copier.to_host(transfer.block_ids, transfer.host_ids)
+                else:
+                    self._copier.to_device(transfer.host_ids, transfer.block_ids)
             except BaseException as error:
                 self._error = error
             else:
-                num_moved = max(0, len(transfer.host_ids) - len(failed))  # nothing for what is only dropped
-                num_bytes = num_moved * self._host.shape[1]
-                self._finished.append(TransferResult(transfer.transfer_id, failed, self._clock() - start_s, num_bytes))
+                num_bytes = len(transfer.host_ids) * self._host.shape[1]
+                self._finished.append(TransferResult(transfer.transfer_id, [], self._clock() - start_s, num_bytes))
             on_done()
 
-    def _carry_out(self, transfer: Transfer) -> list[int]:
-        """→ the indices that failed."""
-        match transfer.kind:
-            case TransferKind.DEVICE_TO_HOST:
-                self._copier.to_host(transfer.block_ids, transfer.host_ids)
-            case TransferKind.HOST_TO_DEVICE:
-                self._copier.to_device(transfer.host_ids, transfer.block_ids)
-            case _:
-                return self._carry_out_on_disk(transfer)
-        return []
+    def _use_disk(self, store: DiskStore) -> None:
+        # Between disk and host memory: a block that was given up may not be touched any more, whenever that was.
+        buffer = memoryview(bytearray(self._host.shape[1]))
+        while (work := self._disk_queue.get()) is not None:
+            if self._is_closing or self._error is not None:
+                continue
+            try:
+                self._carry_out(work, store, buffer)
+            except BaseException as error:
+                self._error = error
+            work.on_done()
 
-    def _carry_out_on_disk(self, transfer: Transfer) -> list[int]:
-        assert self._store is not None
-        failed: list[int] = []
-        for i, stored in enumerate(transfer.stored):
+    def _carry_out(self, work: _DiskWork, store: DiskStore, buffer: memoryview) -> None:
+        kind = work.transfer.kind
+        for i, stored in enumerate(work.transfer.stored):
+            with self._lock:
+                if work.is_over:
+                    return
+                self._block_since_s = self._clock()
+                work.begun_s = work.begun_s or self._block_since_s
+                if kind is TransferKind.HOST_TO_DISK:
+                    buffer[:] = self._host[work.transfer.host_ids[i]].data
             if self._is_closing:
                 is_done = False
-            elif transfer.kind is TransferKind.DROP_FROM_DISK:
-                is_done = self._store.drop(stored)
+            elif kind is TransferKind.DROP_FROM_DISK:
+                is_done = store.drop(stored)
+            elif kind is TransferKind.HOST_TO_DISK:
+                is_done = store.write(stored, buffer)
             else:
-                row = memoryview(self._host[transfer.host_ids[i]])
-                is_write = transfer.kind is TransferKind.HOST_TO_DISK
-                is_done = self._store.write(stored, row) if is_write else self._store.read(stored, row)
-            if not is_done:
-                failed.append(i)
-        return failed
+                is_done = store.read(stored, buffer)
+            with self._lock:
+                if self._is_hung:
+                    self._is_hung = False
+                    logger.info("the disk for KV blocks answers again")
+                if work not in self._disk_pending:
+                    return
+                if is_done and kind is TransferKind.DISK_TO_HOST:
+                    self._host[work.transfer.host_ids[i]] = np.frombuffer(buffer, dtype=np.uint8)
+                work.num_done = i + 1
+                if not is_done:
+                    work.failed.append(i)
+        with self._lock:
+            if work in self._disk_pending:
+                self._disk_pending.remove(work)
+                self._report(work)
+                self._block_since_s = self._clock()

@@ -199,12 +199,11 @@ class CpuRunner:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
-        if self._offload is not None:
-            self._offload.close()
-            self._offload = None
-        if self._store is not None:
+        has_ended = self._offload is None or self._offload.close()
+        self._offload = None
+        if self._store is not None and has_ended:
             self._store.close()
-            self._store = None
+        self._store = None
         self._model = None
         self._cache = None
 

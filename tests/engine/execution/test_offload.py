@@ -264,6 +264,78 @@ def test_close_waits_for_the_block_that_is_being_written_and_does_not_begin_anot
     assert make_rig().stored == stored[:1]
 
 
+class HungDisk:
+    """In place of a store's method: waits at a block until it is let go on."""
+
+    def __init__(self, real: Callable[[StoredBlock, memoryview], bool], hangs_at: StoredBlock) -> None:
+        self.real, self.hangs_at = real, hangs_at
+        self.begun, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self, stored: StoredBlock, row: memoryview) -> bool:
+        if stored == self.hangs_at and not self.may_go.is_set():
+            self.begun.set()
+            assert self.may_go.wait(WAIT_S)
+        return self.real(stored, row)
+
+
+@pytest.mark.parametrize("kind", [WRITE, READ])
+def test_a_disk_that_hangs_fails_what_waits_for_it_touches_nothing_later_and_may_come_back(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, kind: TransferKind
+) -> None:
+    rig = make_rig()
+    assert rig.store is not None
+    stored = [stored_block(i) for i in range(5)]
+    for row in range(1, 6):
+        rig.host[row] = row
+    rig.run(WRITE, [], [1, 2, 3, 4, 5], stored)
+    now_s = [0.0]
+    offload = Offload(rig.host, rig.copier, rig.store, clock=lambda: now_s[0], disk_limit_s=10.0)
+    disk = HungDisk(rig.store.write if kind is WRITE else rig.store.read, stored[1])
+    monkeypatch.setattr(rig.store, "write" if kind is WRITE else "read", disk)
+    rig.host[:] = 99
+    all_done = threading.Semaphore(0)
+    offload.start(Transfer(1, kind, [], [1, 2, 3], stored[:3]), all_done.release)
+    offload.start(Transfer(2, kind, [], [4], stored[3:4]), all_done.release)
+    assert disk.begun.wait(WAIT_S)
+    now_s[0] = 9.0
+    assert offload.take_finished() == []
+    now_s[0] = 11.0
+    assert [(each.transfer_id, each.failed) for each in offload.take_finished()] == [(1, [1, 2]), (2, [0])]
+    offload.start(Transfer(3, kind, [], [5], stored[4:]), all_done.release)
+    assert all_done.acquire(timeout=WAIT_S), "told at once"
+    assert [(each.transfer_id, each.failed) for each in offload.take_finished()] == [(3, [0])]
+
+    rig.host[2:] = 77  # others use them now
+    disk.may_go.set()
+    for _ in range(2):
+        assert all_done.acquire(timeout=WAIT_S), "the thread has passed over what was given up"
+    assert (rig.host[2:] == 77).all()
+    offload.start(Transfer(4, READ, [], [2, 3], [stored[1], stored[4]]), all_done.release)
+    assert all_done.acquire(timeout=WAIT_S)
+    assert [(each.transfer_id, each.failed) for each in offload.take_finished()] == [(4, [])]
+    assert rig.host[2].tolist() == [99 if kind is WRITE else 2] * rig.block_bytes, "what the write began with"
+    assert rig.host[3].tolist() == [5] * rig.block_bytes
+    assert offload.close()
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    assert rig.store is not None
+    disk = HungDisk(rig.store.write, stored_block(1))
+    monkeypatch.setattr(rig.store, "write", disk)
+    offload = Offload(rig.host, rig.copier, rig.store, join_s=0.05)
+    offload.start(Transfer(1, WRITE, [], [1], [stored_block(1)]), lambda: None)
+    assert disk.begun.wait(WAIT_S)
+    assert not offload.close()
+    disk.may_go.set()
+    for thread in threading.enumerate():
+        if thread.name == "kv-disk" and thread not in rig.offload._threads:
+            thread.join(WAIT_S)
+    assert offload.close()
+
+
 def test_threads_end_with_close_and_only_a_disk_has_one(make_rig: Callable[..., Rig]) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate()} & {"kv-copy", "kv-disk"}
