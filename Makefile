@@ -26,7 +26,7 @@ serve: $(DONE)/model
 	@exec $(PY) -m streamkv serve $(ARGS)
 
 test: $(DONE)/test $(DONE)/model
-	@TRITON_INTERPRET=1 $(PY) -m pytest -m "not long and not gpu" $(ARGS)
+	@TRITON_INTERPRET=1 $(PY) -m pytest -m "not long and not docker and not gpu" $(ARGS)
 
 test-all: $(DONE)/test $(DONE)/model
 	@TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" $(ARGS)

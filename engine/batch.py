@@ -27,5 +27,12 @@ class ForwardBatch:
     num_decodes: int
     sample_rows: torch.Tensor
     """[num_samples] int64: the rows whose logits are wanted, in the plan's order."""
+    prompt_rows: torch.Tensor | None = None
+    """[n] int64: further rows, whose logits tell of a prompt's next tokens; None: there are none."""
     prepared: dict[tuple[object, ...], object] = field(default_factory=dict)
     """What a layer works out from the fields above once a step, for all layers of its kind, by a name of its own."""
+
+    @property
+    def output_rows(self) -> torch.Tensor:
+        """Those that the last layer goes on with: sample_rows, then prompt_rows."""
+        return self.sample_rows if self.prompt_rows is None else torch.cat((self.sample_rows, self.prompt_rows))

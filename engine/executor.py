@@ -1,12 +1,14 @@
 """The one interface between the loop and whatever computes a step: the CPU runner, a GPU's, a script in the tests."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.plan import StepLoad, StepPlan, StepTokens
 from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv.protocol import ModelFacts
+from streamkv.sampling import Grammar
 
 ReportProgress = Callable[[str, float], None]
 """Called with (stage, percent 0..100) while an executor loads; from any thread."""
@@ -74,6 +76,12 @@ class Executor(Protocol):
 
     def finished_transfers(self) -> list[TransferResult]:
         """Those that have finished since the last call. Never blocks. Raises what made a copy fail for good."""
+        ...
+
+    def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
+        """Start to compile and return at once. `on_done` is called, from any thread, when that is over, perhaps before
+        this returns. Whoever plans sequences with this grammar holds the result while they live. The exception is
+        InvalidField, with the grammar's field; raised at once where the executor follows no grammars."""
         ...
 
     def close(self) -> None:

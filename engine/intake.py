@@ -3,9 +3,12 @@
 import math
 from typing import Final
 
+import msgspec
+
 from engine.sequence import Request
 from streamkv.errors import InvalidField, WireDecodeError
-from streamkv.protocol import STREAM_ID_BYTES, ModelFacts, Submit, unpack_ids
+from streamkv.protocol import STREAM_ID_BYTES, ModelFacts, Submit, TokenLogprobs, unpack_ids
+from streamkv.sampling import SamplingParams
 
 MAX_GATEWAY_STATE_BYTES: Final = 1024 * 1024
 MAX_REQUEST_ID: Final = 2**31 - 1
@@ -38,12 +41,16 @@ def to_request(
         raise InvalidField("prompt_token_ids", "must hold at least one token")
     if any(token_id >= model.vocab_size for token_id in submit.sampling.stop_token_ids):
         raise InvalidField("stop_token_ids", f"ids must be under the vocabulary's size, {model.vocab_size}")
+    if any(token_id >= model.vocab_size for token_id in submit.sampling.logit_bias):
+        text = f"ids must be under the vocabulary's size, {model.vocab_size}, got {max(submit.sampling.logit_bias)}"
+        raise InvalidField("logit_bias", text)
+    priors = _checked_priors(submit, model.vocab_size)
     return Request(
         request_id=submit.request_id,
         gateway_id=gateway_id,
         stream_id=submit.stream_id,
         prompt_token_ids=prompt,
-        sampling=submit.sampling,
+        sampling=_with_end(submit.sampling),
         arrival_s=arrival_s,
         priority=submit.priority,
         deadline_at_s=arrival_s + submit.deadline_s if submit.deadline_s else math.inf,
@@ -52,11 +59,19 @@ def to_request(
         label=submit.label,
         gateway_state=submit.gateway_state,
         attach_grace_s=min(submit.attach_grace_s, max_attach_grace_s),
-        prior_token_ids=_checked_priors(submit, model.vocab_size),
+        prior_token_ids=priors,
         finished_choices=_checked_finished(submit),
+        prior_logprobs=_checked_logprobs(submit, priors, model.vocab_size),
         shares_prefix=submit.shares_prefix,
         packed_prompt=submit.prompt_token_ids,
     )
+
+
+def _with_end(sampling: SamplingParams) -> SamplingParams:
+    """With a grammar the end-of-sequence says that the text is complete, so it is never ignored."""
+    if sampling.grammar is None or not sampling.ignore_eos:
+        return sampling
+    return msgspec.structs.replace(sampling, ignore_eos=False)
 
 
 def _checked_ids(field: str, packed: bytes, vocab_size: int) -> list[int]:
@@ -86,6 +101,24 @@ def _checked_priors(submit: Submit, vocab_size: int) -> list[list[int]]:
                 f"choice {choice} has {len(prior)} tokens already, and max_tokens is {sampling.max_tokens}",
             )
     return priors
+
+
+def _checked_logprobs(submit: Submit, priors: list[list[int]], vocab_size: int) -> list[TokenLogprobs]:
+    """Of every prior token, with so many likeliest ones as the request asks for. Choices without any may be left out
+    at the end."""
+    told = submit.prior_logprobs
+    num_top = min(submit.sampling.logprobs, vocab_size)
+    wanted = [len(prior) for prior in priors] if num_top >= 0 else []
+    if len(told) > len(wanted):
+        raise InvalidField("prior_logprobs", f"are wanted of {len(wanted)} choices, got {len(told)}")
+    told = told + [TokenLogprobs(b"")] * (len(wanted) - len(told))
+    for choice, (values, num_tokens) in enumerate(zip(told, wanted, strict=True)):
+        lengths = len(values.chosen), len(values.top_ids), len(values.top_logprobs)
+        right = 4 * num_tokens, 4 * num_tokens * num_top, 4 * num_tokens * num_top
+        if lengths != right:
+            text = f"choice {choice} has {num_tokens} tokens with {max(0, num_top)} likeliest each: "
+            raise InvalidField("prior_logprobs", f"{text}must be {right} bytes, got {lengths}")
+    return told
 
 
 def _checked_finished(submit: Submit) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Final
 
 from engine import figures
 from engine.executor import Executor, Launch, ReportProgress
+from engine.flight_record import FlightRecord
 from engine.inbox import Inbox
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers import TierSizes
@@ -24,6 +25,7 @@ from engine.scheduling.latency import LatencyModel
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import SequenceOutput
+from engine.snapshot import Snapshots, record_of
 from engine.stats import EngineStats
 from streamkv.config import EngineConfig
 from streamkv.errors import StreamKVError
@@ -34,6 +36,7 @@ from streamkv.protocol import (
     Attach,
     Drain,
     GatewayMessage,
+    GetSnapshot,
     GetStats,
     Heartbeat,
     Hello,
@@ -44,7 +47,7 @@ from streamkv.protocol import (
     Stats,
     Submit,
 )
-from streamkv.transport import EngineSocket, default_endpoint, load_curve_keys
+from streamkv.transport import EngineSocket, default_endpoint, flight_record_path, load_curve_keys
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +93,16 @@ class EngineLoop:
         )
         self._stats = EngineStats()
         self._inbox = Inbox(self._socket, self._stats, clock)
+        self._flight = FlightRecord(flight_record_path(self._socket.endpoint))
         self._publisher = Publisher(self._socket.send)
         self._epoch = secrets.randbits(62) + 1
         self._ready: Ready | None = None
-        """What the engine is, once it takes work; the four below stand from then on."""
+        """What the engine is, once it takes work; the five below stand from then on."""
         self._blocks: BlockManager
         self._latency: LatencyModel
         self._scheduler: Scheduler
         self._requests: Requests
+        self._snapshots: Snapshots
         self._in_flight: deque[tuple[Launch, float]] = deque()
         """Steps, and when they were launched."""
         self._outputs: list[SequenceOutput] = []
@@ -146,6 +151,8 @@ class EngineLoop:
             logger.exception("the engine failed")
             self._exit_code = EXIT_FAULT
         finally:
+            if self._exit_code == EXIT_ASKED:
+                self._flight.close()
             self._socket.close()
             if not loader.is_alive:
                 self._executor.close()
@@ -186,6 +193,8 @@ class EngineLoop:
                 self._inbox.refuse(gateway_id, "not_ready", text, message.request_id)
             case GetStats():
                 self._inbox.send(gateway_id, Stats(message.query_id, {}, dict(self._stats.counters)))
+            case GetSnapshot():
+                self._inbox.refuse(gateway_id, "not_ready", f"the engine is not ready: {progress.stage}")
             case Drain():
                 self._exit_code = EXIT_ASKED
             case Heartbeat():
@@ -232,7 +241,9 @@ class EngineLoop:
             self._inbox,
             self._stats,
             self._clock,
+            lambda grammar: self._executor.compile_grammar(grammar, self._socket.wake),
         )
+        self._snapshots = Snapshots(self._stats, self._scheduler, self._blocks, self._publisher, self._clock)
         self._ready = Ready(
             wire_version=WIRE_VERSION,
             epoch=self._epoch,
@@ -241,6 +252,7 @@ class EngineLoop:
             num_blocks=limits.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            suspects=self._flight.suspects,
         )
         self._inbox.send_all(self._ready)
         logger.info(
@@ -264,12 +276,14 @@ class EngineLoop:
         """
         while self._exit_code is None:
             self._socket.wait(self._wait_s())
+            self._requests.take_compiled()
             for gateway_id, message in self._inbox.receive():
                 self._handle(gateway_id, message)
             while self._in_flight and self._in_flight[0][0].is_done:
                 self._collect(*self._in_flight.popleft())
             self._finish_transfers()
             self._look_at_clock()
+            self._requests.look_at_suspects()
             while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
                 self._launch(plan)
             self._start_transfers()
@@ -282,6 +296,7 @@ class EngineLoop:
             self._next_heartbeat_s,
             self._scheduler.next_deadline_s,
             self._publisher.next_expiry_s,
+            self._requests.next_compile_limit_s,
             self._drain_until_s,
         )
         return max(0.0, due_s - self._clock())
@@ -289,20 +304,24 @@ class EngineLoop:
     def _launch(self, plan: StepPlan) -> None:
         now_s = self._clock()
         self._stats.batch_size = len(plan.scheduled)
+        self._flight.launched(self._scheduler.newest_launched)
         self._in_flight.append((self._executor.launch(plan, self._socket.wake), now_s))
 
     def _collect(self, launch: Launch, launched_s: float) -> None:
         """Take in a finished step. What a step raises ends the engine: its streams go on in the next one."""
         tokens = self._executor.collect(launch)
+        self._flight.collected()
         now_s = self._clock()
         # A step begins when it's launched, or when the one before it is done.
         step_s = now_s - max(launched_s, self._collected_s)
         self._collected_s = now_s
-        self._latency.observe(launch.plan.load, step_s)
+        if not tokens.prompt_logprobs:  # which cost what the model knows nothing of
+            self._latency.observe(launch.plan.load, step_s)
         self._outputs += self._scheduler.update(launch.plan, tokens)
         if not launch.plan.num_prefill_requests:
             self._stats.decode_step.add(step_s)
         self._stats.counters["steps_total"] += 1
+        self._stats.steps.append(record_of(launch.plan, now_s, step_s))
         self._progress_s = now_s
 
     def _start_transfers(self) -> None:
@@ -403,6 +422,8 @@ class EngineLoop:
                 requests.attach(gateway_id, message)
             case GetStats():
                 self._inbox.send(gateway_id, self._figures(message.query_id))
+            case GetSnapshot():
+                self._inbox.send(gateway_id, self._snapshots.answer(message.query_id))
             case Drain():
                 if message.limit_s >= 0:  # false for NaN, too
                     self.drain(message.limit_s)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from streamkv.protocol import TokenLogprobs
 from streamkv.sampling import SamplingParams
 
 
@@ -19,6 +20,11 @@ class NewSequence:
     """Tokens before the first generated one, for min_tokens: a sampled token at position p is output p - num_prompt."""
     eos_token_ids: tuple[int, ...]
     """Empty under ignore_eos. Banned, with the stop ids, until min_tokens."""
+    token_ids: list[int] = field(default_factory=list)
+    """All tokens that it has, those of a continuation behind the prompt's: for whom penalties, a grammar or
+    prompt_logprobs look at tokens that may never be scheduled, because they are cached. Empty for others. Read only."""
+    tells_prompt: bool = False
+    """Log probabilities of the prompt's tokens are to be told, as its chunks are computed."""
 
     @property
     def num_candidates(self) -> int:
@@ -103,8 +109,11 @@ class StepTokens:
     """-1 for a sequence that is named in `failed` or `candidates`."""
     failed: dict[int, str] = field(default_factory=dict)
     """sequence_id → why no token could be sampled for it. It ends with `error`; the others go on."""
-    logprobs: dict[int, float] = field(default_factory=dict)
-    """sequence_id → log probability of its sampled token, for sequences whose SamplingParams rank choices."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """sequence_id → those of its sampled token, for sequences whose SamplingParams ask for them, or rank choices."""
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """sequence_id → its NewSequence.num_candidates likeliest next tokens, fewer where others are banned, with their log
     probabilities: likeliest first, the lowest id on a tie. For beam search, in which the scheduler chooses."""
+    prompt_logprobs: dict[int, tuple[int, TokenLogprobs]] = field(default_factory=dict)
+    """sequence_id → (index of the first, those of consecutive prompt tokens): what this step's chunk, which may sample
+    or not, tells of the prompt."""

@@ -13,10 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from engine.kept_logprobs import KeptLogprobs
 from engine.sequence import Request, SequenceOutput
 from streamkv.errors import InvalidField
 from streamkv.log import fields
-from streamkv.protocol import Attached, EngineMessage, Finished, StepOutput, encode, pack_ids, pack_rows
+from streamkv.protocol import (
+    Attached,
+    EngineMessage,
+    Finished,
+    PromptLogprobs,
+    RowLogprobs,
+    StepOutput,
+    TokenLogprobs,
+    encode,
+    pack_ids,
+    pack_rows,
+)
 from streamkv.transport import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
@@ -25,10 +37,13 @@ MAX_KEPT_BYTES: Final = 256 * 1024 * 1024
 _REST_BYTES: Final = 1024 * 1024
 """Room in a frame for what is neither tokens nor the gateway's state."""
 _MAX_STEP_BYTES: Final = 4 * 1024 * 1024
-"""Tokens of one StepOutput. Only ranked choices, which come whole, can have more; they go in several."""
+"""Tokens of one StepOutput, with log probabilities. Only ranked choices, which come whole, and prompts can have more;
+they go in several."""
 NO_GATEWAY: Final = b""
 """Address of a stream whose gateway is gone."""
 
+_Row = tuple[int, int, list[int]]
+"""request id, choice, new tokens"""
 SendFrame = Callable[[bytes, bytes], bool]
 """(gateway id, frame) → whether it could be addressed."""
 
@@ -48,6 +63,10 @@ class Stream:
     ended_tokens: dict[int, bytes] = field(default_factory=dict)
     """Generated tokens of the choices that have ended."""
     finished: dict[int, Finished] = field(default_factory=dict)
+    logprobs: dict[int, KeptLogprobs] = field(default_factory=dict)
+    """Those of the generated tokens, of every choice; empty where none were asked for."""
+    prompt_logprobs: KeptLogprobs | None = None
+    """Of the prompt's tokens from the second on, as far as they are known; None where none were asked for."""
     is_reader_slow: bool = False
     """Its gateway sent Pause and no Resume."""
     expires_at_s: float = float("inf")
@@ -55,7 +74,12 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.gateway_state) + len(self.prompt_token_ids) + sum(map(len, self.ended_tokens.values()))
+        num_bytes = len(self.gateway_state) + len(self.prompt_token_ids) + sum(map(len, self.ended_tokens.values()))
+        return num_bytes + sum([kept.num_bytes for kept in self.logprobs.values()]) + self.num_prompt_logprobs_bytes
+
+    @property
+    def num_prompt_logprobs_bytes(self) -> int:
+        return self.prompt_logprobs.num_bytes if self.prompt_logprobs is not None else 0
 
     def num_tokens(self) -> dict[int, int]:
         """Generated tokens by choice."""
@@ -78,6 +102,70 @@ class Stream:
                 if sequence.choice not in tails:
                     tails[sequence.choice] = pack_ids(sequence.token_ids[sequence.num_prompt + start :])
         return [tails[choice] for choice in sorted(tails)]
+
+    def logprobs_from(self, start: int) -> list[TokenLogprobs]:
+        """Those of `tokens_from`; empty where none were asked for."""
+        return [kept.values_from(start) for _, kept in sorted(self.logprobs.items())]
+
+    def take_prompt_logprobs(self, start: int, values: TokenLogprobs) -> PromptLogprobs | None:
+        """Keep what is new of a part of the prompt, whose first token has index `start`. None: nothing is, or what
+        comes before it is missing."""
+        request, kept = self.request, self.prompt_logprobs
+        if request is None or kept is None:
+            return None
+        next_token = len(kept) + 1
+        num_known = next_token - start
+        if not 0 <= num_known < values.num_tokens:
+            return None
+        values = values.between(num_known, values.num_tokens)
+        kept.append(values)
+        return PromptLogprobs(request.request_id, next_token, values)
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What a step has for one gateway."""
+
+    rows: list[_Row] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    """Their rows ascend."""
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def num_logprobs_bytes(self) -> int:
+        num_bytes = sum([told.values.num_bytes for told in self.logprobs])
+        return num_bytes + sum([part.values.num_bytes for part in self.prompts])
+
+    def halves(self) -> "tuple[_Share, _Share] | None":
+        """Two that say the same one after the other: prompts before rows, rows before ends. None for what is one."""
+        rows, logprobs, prompts = self.rows, self.logprobs, self.prompts
+        if prompts and rows:
+            return _Share(prompts=prompts), _Share(rows, self.finished, self.hits, logprobs)
+        if len(prompts) == 1:
+            part = prompts[0]
+            middle = part.values.num_tokens // 2
+            early = PromptLogprobs(part.request_id, part.start, part.values.between(0, middle))
+            late_values = part.values.between(middle, part.values.num_tokens)
+            late = PromptLogprobs(part.request_id, part.start + middle, late_values)
+            return (_Share(prompts=[early]), _Share([], self.finished, prompts=[late])) if middle else None
+        if prompts:
+            middle = len(prompts) // 2
+            return _Share(prompts=prompts[:middle]), _Share([], self.finished, prompts=prompts[middle:])
+        if len(rows) == 1:
+            request_id, choice, token_ids = rows[0]
+            middle = len(token_ids) // 2
+            early_told = [RowLogprobs(0, told.values.between(0, middle)) for told in logprobs]
+            late_told = [RowLogprobs(0, told.values.between(middle, len(token_ids))) for told in logprobs]
+            if not middle:
+                return None
+            first = _Share([(request_id, choice, token_ids[:middle])], [], self.hits, early_told)
+            return first, _Share([(request_id, choice, token_ids[middle:])], self.finished, [], late_told)
+        middle = len(rows) // 2
+        first = _Share(rows[:middle], [], self.hits, [told for told in logprobs if told.row < middle])
+        late_told = [RowLogprobs(told.row - middle, told.values) for told in logprobs if told.row >= middle]
+        return first, _Share(rows[middle:], self.finished, [], late_told)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,6 +233,11 @@ class Publisher:
             request=request,
             tenant=request.tenant,
         )
+        if request.sampling.logprobs >= 0:
+            priors = dict(enumerate(request.prior_logprobs))
+            stream.logprobs = {choice: KeptLogprobs(priors.get(choice)) for choice in range(request.sampling.n)}
+        if request.sampling.prompt_logprobs >= 0:
+            stream.prompt_logprobs = KeptLogprobs()
         for choice in request.finished_choices:
             prior = request.prior_token_ids
             stream.ended_tokens[choice] = pack_ids(prior[choice]) if choice < len(prior) else b""
@@ -153,6 +246,12 @@ class Publisher:
         self._streams[request.stream_id] = stream
         self._by_address[request.gateway_id, request.request_id] = stream
         self.num_live += 1
+
+    def withdraw(self, request: Request) -> None:
+        """A live stream of which nothing was sent is not taken up after all; nobody is told here."""
+        del self._streams[request.stream_id]
+        self._by_address.pop((request.gateway_id, request.request_id), None)
+        self.num_live -= 1
 
     def at(self, gateway_id: bytes, request_id: int) -> Stream | None:
         """The live stream of this address."""
@@ -188,8 +287,9 @@ class Publisher:
         most = min(open_counts) if open_counts else max(counts.values(), default=0)
         if not 0 <= from_token <= most:
             raise InvalidField("from_token", f"must be between 0 and {most}, the tokens generated, got {from_token}")
-        tokens = stream.tokens_from(from_token)
+        tokens, logprobs = stream.tokens_from(from_token), stream.logprobs_from(from_token)
         num_bytes = len(stream.gateway_state) + len(stream.prompt_token_ids) + sum(map(len, tokens))
+        num_bytes += sum([values.num_bytes for values in logprobs]) + stream.num_prompt_logprobs_bytes
         if num_bytes > MAX_FRAME_BYTES - _REST_BYTES:
             raise InvalidField("from_token", f"the stream's tokens from {from_token} on are too many to send at once")
         request = stream.request
@@ -231,6 +331,8 @@ class Publisher:
                 from_token,
                 tokens,
                 finished,
+                logprobs,
+                None if stream.prompt_logprobs is None else stream.prompt_logprobs.values_from(0),
             ),
         )
         self._send_counted(gateway_id, StepOutput(self.step, b"", b""))
@@ -257,36 +359,44 @@ class Publisher:
         A stream ends here with its last choice. About 0.5 µs per row.
         """
         self.step += 1
-        rows: defaultdict[bytes, list[tuple[int, int, list[int]]]] = defaultdict(list)
-        finished: defaultdict[bytes, list[Finished]] = defaultdict(list)
-        hits: defaultdict[bytes, list[int]] = defaultdict(list)
+        shares: defaultdict[bytes, _Share] = defaultdict(_Share)
+        share, rows, gateway_id = _Share(), list[_Row](), None
         for output in outputs:
             sequence = output.sequence
             request = sequence.request
+            if request.gateway_id != gateway_id:  # most steps are of one gateway
+                gateway_id = request.gateway_id
+                share = shares[gateway_id]
+                rows = share.rows
             if output.token_ids:
-                rows[request.gateway_id].append((request.request_id, sequence.choice, output.token_ids))
+                if output.logprobs is not None:
+                    self._streams[request.stream_id].logprobs[sequence.choice].append(output.logprobs)
+                    share.logprobs.append(RowLogprobs(len(rows), output.logprobs))
+                rows.append((request.request_id, sequence.choice, output.token_ids))
                 if sequence.num_cached_tokens and not sequence.is_hit_told:
                     sequence.is_hit_told = True
-                    hits[request.gateway_id] += (request.request_id, sequence.num_cached_tokens)
+                    share.hits += (request.request_id, sequence.num_cached_tokens)
+            elif output.prompt_logprobs is not None:
+                stream = self._streams.get(request.stream_id)
+                if stream is not None and stream.request is request:
+                    part = stream.take_prompt_logprobs(*output.prompt_logprobs)
+                    share.prompts += [part] if part is not None else []
             if output.finish_reason:
-                gateway_id = request.gateway_id  # the stream's end takes its address away
-                finished[gateway_id].append(self._finish(output, now_s))
-        for gateway_id in rows.keys() | finished.keys():
-            if gateway_id != NO_GATEWAY:
-                self._send_rows(gateway_id, rows[gateway_id], finished[gateway_id], hits[gateway_id])
+                share.finished.append(self._finish(output, now_s))
+        for receiver, share in shares.items():
+            if receiver != NO_GATEWAY and (share.rows or share.finished or share.prompts):
+                self._send_share(receiver, share)
 
-    def _send_rows(
-        self, gateway_id: bytes, rows: list[tuple[int, int, list[int]]], finished: list[Finished], hits: list[int]
-    ) -> None:
-        """Rows before ends: a choice's tokens are there when it ends."""
-        message = pack_rows(rows, self.step, finished, hits)
-        if len(message.token_ids) <= _MAX_STEP_BYTES or len(rows) == 1:
+    def _send_share(self, gateway_id: bytes, share: _Share) -> None:
+        message = pack_rows(share.rows, self.step, share.finished, share.hits, share.logprobs, share.prompts)
+        is_huge = len(message.token_ids) + share.num_logprobs_bytes > _MAX_STEP_BYTES
+        halves = share.halves() if is_huge else None
+        if halves is None:
             self._send_counted(gateway_id, message)
             return
-        middle = len(rows) // 2
-        self._send_rows(gateway_id, rows[:middle], [], hits)
+        self._send_share(gateway_id, halves[0])
         self.step += 1
-        self._send_rows(gateway_id, rows[middle:], finished, [])
+        self._send_share(gateway_id, halves[1])
 
     def finish_unknown(self, gateway_id: bytes, request_id: int, cause: str) -> None:
         """Answer an Abort of a request that is not there: it has ended, or never was."""

@@ -6,10 +6,12 @@ Stands between the messages on one side and scheduler and publisher on the other
 import logging
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from engine.inbox import Inbox
 from engine.intake import MAX_REQUEST_ID, to_request
 from engine.publisher import NO_GATEWAY, Publisher, Stream
+from engine.quarantine import Quarantine
 from engine.scheduling.drain import predict_drain_s
 from engine.scheduling.latency import LatencyModel
 from engine.scheduling.limits import SchedulerLimits
@@ -21,6 +23,7 @@ from streamkv.config import EngineConfig
 from streamkv.errors import InvalidField
 from streamkv.log import fields
 from streamkv.protocol import Abort, Attach, ModelFacts, Pause, Rejected, Resume, Submit
+from streamkv.sampling import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,8 @@ _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 120.0
 _PREDICT_EVERY_S = 0.25
 """Under overload many are refused, and looking through what waits costs a while."""
+_COMPILE_LIMIT_S = 30.0
+"""What a grammar may take, the wait for others before it included."""
 _UNKNOWN_OUTPUT = 128
 """Tokens that a choice is expected to generate while none has ended."""
 
@@ -46,7 +51,9 @@ class Requests:
         inbox: Inbox,
         stats: EngineStats,
         clock: Callable[[], float],
+        compile_grammar: Callable[[Grammar], Future[object]],
     ) -> None:
+        """compile_grammar: as Executor's; it wakes the loop, which then calls take_compiled."""
         self._config = config
         self._model = model
         self._scheduler = scheduler
@@ -56,6 +63,10 @@ class Requests:
         self._inbox = inbox
         self._stats = stats
         self._clock = clock
+        self._compile_grammar = compile_grammar
+        self._quarantine = Quarantine()
+        self._compiling: list[tuple[Request, Future[object], float]] = []
+        """Held until their grammars are there, with the time until which they may be."""
         self.ended: list[SequenceOutput] = []
         """Ends that no step brought about and that are not yet published. The loop takes them away."""
         self._drain_s = _SHORTEST_RETRY_S
@@ -67,6 +78,9 @@ class Requests:
         """Requests by state: RUNNING if any choice of it runs, PAUSED and WAITING as a whole. O(live sequences)."""
         counts: Counter[SequenceState] = Counter()
         for request in self._publisher.live():
+            if request.is_held:
+                counts[SequenceState.WAITING] += 1
+                continue
             states = {sequence.state for sequence in request.sequences}
             for state in (SequenceState.RUNNING, SequenceState.PAUSED, SequenceState.WAITING):
                 if state in states:
@@ -92,16 +106,84 @@ class Requests:
         try:
             request = to_request(submit, gateway_id, self._model, self._clock(), self._config.max_attach_grace_s)
             self._scheduler.check(len(request.prompt_token_ids), request.sampling)
+            if request.sampling.grammar is not None:
+                self._begin_compiling(request, request.sampling.grammar)
         except InvalidField as error:
             self._reject(gateway_id, submit.request_id, "invalid", error.message, field=error.field)
         except QueueFull as error:
             self._reject(gateway_id, submit.request_id, "overloaded", str(error), retry_after_s=self._retry_after_s())
         else:
+            is_alone = self._quarantine.take(request, submit.runs_alone)
+            request.is_held |= self._quarantine.excludes(request)
             self._scheduler.add(request)
             self._publisher.add(request)
+            if is_alone:
+                logger.warning("a request runs alone", extra=fields(stream_id=request.stream_id))
+                self._reconsider_all()
             self._stats.counters["prompt_tokens_total"] += len(request.prompt_token_ids)
             if gateway_id in self._over_limit:
                 self._scheduler.pause(request)
+
+    def _begin_compiling(self, request: Request, grammar: Grammar) -> None:
+        """Hold the request until its grammar is there, if it is not yet. Raises InvalidField."""
+        compiling = self._compile_grammar(grammar)
+        if compiling.done():
+            request.compiled_grammar = compiling.result()
+        else:
+            request.is_held = True
+            self._compiling.append((request, compiling, self._clock() + _COMPILE_LIMIT_S))
+
+    @property
+    def next_compile_limit_s(self) -> float:
+        """When take_compiled has something to do, though none was finished."""
+        return self._compiling[0][2] if self._compiling else float("inf")
+
+    def take_compiled(self) -> None:
+        """Let go what was held for a grammar that is there, and refuse what holds one that cannot be followed. Call it
+        when everything has been published."""
+        now_s = self._clock()
+        compiling, self._compiling = self._compiling, []
+        for entry in compiling:
+            request, future, limit_s = entry
+            if request.is_finished:
+                future.cancel()
+            elif future.done():
+                self._finish_compiling(request, future)
+            elif now_s < limit_s:
+                self._compiling.append(entry)
+            elif future.cancel():
+                self._withdraw(request, "overloaded", "too many grammars wait to be compiled", self._retry_after_s())
+            else:
+                assert request.sampling.grammar is not None
+                text = f"takes over {_COMPILE_LIMIT_S:.0f} s to compile; make it smaller"
+                self._withdraw(request, "invalid", text, field=request.sampling.grammar.field)
+
+    def _finish_compiling(self, request: Request, future: Future[object]) -> None:
+        try:
+            request.compiled_grammar = future.result()
+        except InvalidField as error:
+            self._withdraw(request, "invalid", error.message, field=error.field)
+        else:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Let a request run that was held, if nothing else holds it."""
+        is_compiling = request.sampling.grammar is not None and request.compiled_grammar is None
+        if request.is_held and not request.is_finished and not is_compiling and not self._quarantine.excludes(request):
+            self._scheduler.release(request)
+
+    def look_at_suspects(self) -> None:
+        """Before a plan is made: let the next suspect run alone, or the others go on, when the turn of one is over."""
+        while self._quarantine and (next_ones := self._quarantine.turn()) is not None:
+            self._reconsider_all()
+            for request in next_ones:
+                self._release(request)
+
+    def _withdraw(self, request: Request, code: str, text: str, retry_after_s: float = 0.0, field: str = "") -> None:
+        """Refuse a request that is held: nothing has been sent of it but what a continuation's choices ended with."""
+        self._scheduler.abort(request, "")
+        self._publisher.withdraw(request)
+        self._reject(request.gateway_id, request.request_id, code, text, field, retry_after_s)
 
     def abort(self, gateway_id: bytes, abort: Abort) -> None:
         stream = self._publisher.at(gateway_id, abort.request_id)
@@ -212,6 +294,12 @@ class Requests:
                 self._stats.counters["unacked_pauses_total"] += 1
                 self._pause_or_resume_all(gateway_id)
 
+    def _reconsider_all(self) -> None:
+        for request in self._publisher.live():
+            stream = self._publisher.find(request.stream_id)
+            assert stream is not None
+            self._pause_or_resume(request, stream)
+
     def _pause_or_resume_all(self, gateway_id: bytes) -> None:
         for request in self._publisher.live(gateway_id):
             stream = self._publisher.find(request.stream_id)
@@ -219,10 +307,12 @@ class Requests:
             self._pause_or_resume(request, stream)
 
     def _pause_or_resume(self, request: Request, stream: Stream) -> None:
-        """A request stands aside while its reader is slow, or its gateway has too much unacknowledged. One without
-        a gateway has neither."""
+        """A request stands aside while its reader is slow, or its gateway has too much unacknowledged; one without a
+        gateway has neither. And while another runs alone."""
         is_attended = request.gateway_id != NO_GATEWAY
-        must_pause = is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
+        must_pause = self._quarantine.excludes(request) or (
+            is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
+        )
         if must_pause and not request.is_paused:
             self._stats.counters["pauses_total"] += 1
             self._scheduler.pause(request)

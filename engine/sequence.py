@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from streamkv.protocol import TokenLogprobs
 from streamkv.sampling import SamplingParams
 
 
@@ -37,6 +38,8 @@ class Sequence:
     other beams of its request (scheduling/beams.py)."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end it: the model's end-of-sequence ids unless they are ignored, and the request's stop ids."""
+    follows_grammar: bool = False
+    """What may be sampled depends on the token before."""
     rank: tuple[int, float, int] = (0, 0.0, 0)
     """(priority, arrival_s, sequence_id): who is highest runs first and is preempted last."""
     state: SequenceState = SequenceState.WAITING
@@ -107,11 +110,20 @@ class Request:
     """Continuation: the tokens that each choice has generated before; they count against max_tokens."""
     finished_choices: list[int] = field(default_factory=list)
     """Continuation: choices that ended before and are not run again."""
+    prior_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Continuation: those of prior_token_ids, where the sampling asks for them."""
+    tells_prompt: bool = False
+    """Log probabilities of the prompt are asked for, and no step has yet computed its last token: until then whoever
+    computes it does so from the first one, whatever is cached. Kept by the scheduler."""
     shares_prefix: bool = False
     """Its prefixes are those of all who share, not its tenant's own."""
     packed_prompt: bytes = b""
     """The prompt as it came over the wire (protocol.pack_ids), so that nobody need pack it again; may be empty."""
     is_paused: bool = False
+    is_held: bool = False
+    """Its grammar is being compiled, or another request runs alone: none of it runs before."""
+    compiled_grammar: object = None
+    """What the executor made of its grammar, kept for it."""
     sequences: list[Sequence] = field(default_factory=list)
     """Its choices. Where choices are ranked: what they are chosen from, until all have ended."""
     first_sequence_id: int = -1
@@ -138,3 +150,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     """Empty while it goes on."""
     cause: str = ""
     stop_token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    """Those of token_ids, where the request asks for them."""
+    prompt_logprobs: tuple[int, TokenLogprobs] | None = None
+    """As in StepTokens; alone, without tokens or an end."""

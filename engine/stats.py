@@ -10,7 +10,7 @@ from collections import Counter, deque
 from typing import Final
 
 from engine.sequence import Request, SequenceOutput
-from streamkv.protocol import Histogram
+from streamkv.protocol import Histogram, StepRecord
 
 LATENCY_BOUNDS_S: Final = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -19,6 +19,7 @@ LATENCY_BOUNDS_S: Final = (
 
 _RATE_WINDOW_S: Final = 10
 _RECENT_VALUES: Final = 256
+_RECENT_STEPS: Final = 512
 _MAX_CAUSES: Final = 32
 _CAUSE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
@@ -41,6 +42,13 @@ class Tally:
     def recent_mean(self) -> float:
         """Of the last 256 values; 0 before the first."""
         return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def quantiles(self) -> list[float]:
+        """Of the last 256 values: those at 50, 90 and 99 %; empty before the first."""
+        ordered = sorted(self._recent)
+        if not ordered:
+            return []
+        return [ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)]
 
     def histogram(self) -> Histogram:
         return Histogram(list(self._bounds), list(self._counts), self._total)
@@ -92,6 +100,7 @@ class EngineStats:
         """Seconds of a step with decodes only, launch to collect."""
         self.batch_size = 0
         """Sequences in the newest step."""
+        self.steps: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
         self._causes: set[str] = set()
 
     def count_outputs(self, outputs: list[SequenceOutput], now_s: float) -> None:
@@ -112,7 +121,7 @@ class EngineStats:
         request = output.sequence.request
         self.counters[f'requests_ended_total{{reason="{output.finish_reason}"}}'] += 1
         if output.finish_reason == "abort":
-            self._count_cause(output.cause)
+            self._count_cause(output.cause, request)
         self.e2e.add(now_s - request.arrival_s)
         self.output_tokens.add(sum(sequence.num_output for sequence in request.sequences) / len(request.sequences))
         if request.first_scheduled_s:
@@ -121,14 +130,17 @@ class EngineStats:
             self.prefill.add(request.first_token_s - request.first_scheduled_s)
             self.first_token.add(request.first_token_s - request.arrival_s)
 
-    def _count_cause(self, cause: str) -> None:
-        """Count an abort. Causes come from outside: odd or ever new ones count as `other`."""
+    def _count_cause(self, cause: str, request: Request) -> None:
+        """Count an abort, and how far it had come: queued, prefill or decode. Causes come from outside: odd or ever new
+        ones count as `other`."""
         if cause not in self._causes:
             if len(self._causes) < _MAX_CAUSES and _CAUSE.fullmatch(cause):
                 self._causes.add(cause)
             else:
                 cause = "other"
+        phase = "decode" if request.first_token_s else "prefill" if request.first_scheduled_s else "queued"
         self.counters[f'aborts_total{{cause="{cause}"}}'] += 1
+        self.counters[f'aborts_by_phase_total{{cause="{cause}",phase="{phase}"}}'] += 1
 
     def histograms(self) -> dict[str, Histogram]:
         return {

@@ -2,6 +2,7 @@
 
     python -m gateway [gateway flags]                              the gateway alone; an engine runs elsewhere
     python -m gateway [gateway flags] --with-engine [engine flags]  the gateway, which starts and watches an engine
+    python -m gateway [gateway flags] --as-worker PATH NUMBER       one of several, started by the process of `crew`
 
 Everything after `--with-engine` is handed to `python -m engine` as it stands. When the gateway's endpoint is empty,
 both get an ipc socket of their own, so that several servers run side by side. Ends with 0 only when asked to end:
@@ -9,29 +10,35 @@ SIGTERM or SIGINT drains (readiness off, live streams go on for shutdown_grace_s
 """
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvloop
 
 from gateway import keys
-from gateway.app import Server, make_app
+from gateway.app import Server, allowance_of, make_app
 from gateway.auth import ApiKeys, load_api_keys
+from gateway.crew import FIGURES, Crew, split_worker_flags
+from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkRefusal, connect
 from gateway.engine_client import EngineState
-from gateway.supervisor import EngineFailed, Supervisor, engine_command
+from gateway.engine_watch import EngineWatch
+from gateway.routes.ops import own_figures
+from gateway.shared_books import LinkedBooks
+from gateway.supervisor import ChildFailed, Supervisor, engine_command
 from gateway.tokenizer import Tokenizer
+from gateway.tracing import load_tracing
 from streamkv import log
 from streamkv.config import GatewayConfig, exit_with, load
 from streamkv.errors import ConfigError, StreamKVError
 from streamkv.model_files import resolve
-from streamkv.transport import default_endpoint, load_curve_keys
+from streamkv.transport import default_endpoint, flight_record_path, load_curve_keys
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         split = flags.index(WITH_ENGINE)
         flags, engine_flags = flags[:split], flags[split + 1 :]
     try:
+        flags, link = split_worker_flags(flags)
         config = load(GatewayConfig, flags, os.environ)
         log.configure(config.log_level, "gateway")
         if config.endpoint:
@@ -55,23 +63,54 @@ def main(argv: Sequence[str]) -> int:
             endpoint = default_endpoint(f"engine-{os.getpid()}")
         else:
             endpoint = default_endpoint()
-        api_keys = load_api_keys(config.api_keys_file, os.environ, config.share_prefix_cache)
+        api_keys = load_api_keys(config.api_keys_file, os.environ, config.share_prefix_cache, allowance_of(config))
+        engine = None
+        if engine_flags is not None:
+            watch = EngineWatch(
+                endpoint,
+                load_curve_keys(config.curve_secret_key_file, config.curve_server_key),
+                heartbeat_s=config.heartbeat_s,
+                silence_s=config.engine_timeout_s,
+            )
+            engine = Supervisor(engine_command([*engine_flags, f"--endpoint={endpoint}"]), watch=watch)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Process(config, endpoint, engine_flags, api_keys).run())
+            try:
+                if config.gateway_workers > 1 and link is None:
+                    load_curve_keys(config.curve_secret_key_file, config.curve_server_key)  # fails here, and once
+                    return runner.run(Crew(config, endpoint, engine).run())
+                return runner.run(_Process(config, endpoint, engine, api_keys, link).run())
+            finally:
+                if engine is not None and not config.endpoint:
+                    _remove_socket(endpoint)
     except ConfigError as error:
         exit_with(error)
+
+
+def _remove_socket(endpoint: str) -> None:
+    """An engine that was killed leaves its socket, which has this process's number in its name, behind."""
+    path = endpoint.removeprefix("ipc://")
+    for each in (path, path + ".lock", flight_record_path(endpoint)):
+        Path(each).unlink(missing_ok=True)
 
 
 class _Process:
     """What lives from the first line to the exit status."""
 
-    def __init__(self, config: GatewayConfig, endpoint: str, engine_flags: list[str] | None, api_keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        endpoint: str,
+        engine: Supervisor | None,
+        api_keys: ApiKeys,
+        link: tuple[str, int] | None,
+    ) -> None:
+        """link: where the process listens that started this gateway as one of several, and its number among them."""
         self._config = config
         self._api_keys = api_keys
-        self._endpoint = endpoint
-        self._supervisor: Supervisor | None = None
-        if engine_flags is not None:
-            self._supervisor = Supervisor(engine_command([*engine_flags, f"--endpoint={endpoint}"]))
+        self._supervisor = engine
+        self._link_address = link
+        self._link: Link | None = None
+        self._books = LinkedBooks() if link is not None else None
         self._app = make_app(
             config,
             self._load_tokenizer,
@@ -79,6 +118,9 @@ class _Process:
             curve_keys=load_curve_keys(config.curve_secret_key_file, config.curve_server_key),
             on_state=self._on_state,
             api_keys=api_keys,
+            books=self._books,
+            other_figures=self._other_figures,
+            tracing=load_tracing(config.tracing, os.environ),
         )
         self._server = Server(self._app)
         self._stage = ""
@@ -93,8 +135,13 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        linked: asyncio.Task[None] | None = None
         try:
-            await self._server.start(self._config.host, self._config.port)
+            if self._link_address is not None:
+                linked = asyncio.create_task(await self._connect(self._link_address[0]))
+            await self._server.start(self._config.host, self._config.port, shares_port=self._link_address is not None)
+            if self._link is not None and self._link_address is not None:
+                self._link.tell(Joined(self._link_address[1]))
         except OSError as error:
             print(f"streamkv: cannot listen on {self._config.host}:{self._config.port}: {error}", file=sys.stderr)
             await self._server.close()
@@ -111,8 +158,10 @@ class _Process:
             try:
                 await self._server.close()
             finally:
-                if supervising is not None:
-                    await self._stop_engine(supervising)
+                if self._supervisor is not None and supervising is not None:
+                    await self._supervisor.end(supervising, self._asked_twice)
+                if linked is not None:
+                    linked.cancel()
 
     async def _until_end(self, supervising: "asyncio.Task[None] | None", tokenizing: "asyncio.Task[Tokenizer]") -> int:
         """Wait for the word to end, or for what cannot be mended. Returns the exit status."""
@@ -130,7 +179,7 @@ class _Process:
                         print(f"streamkv: {error}", file=sys.stderr)
                         if not isinstance(error, StreamKVError):
                             logger.error("failed", exc_info=error)
-                        return error.exit_code if isinstance(error, EngineFailed) else EXIT_FAILED
+                        return error.exit_code if isinstance(error, ChildFailed) else EXIT_FAILED
         finally:
             asked.cancel()
         twice = asyncio.create_task(self._asked_twice.wait())
@@ -143,22 +192,31 @@ class _Process:
             await asyncio.gather(twice, drain, return_exceptions=True)
         return 0
 
-    async def _stop_engine(self, supervising: "asyncio.Task[None]") -> None:
-        assert self._supervisor is not None
-        supervising.cancel()
-        twice = asyncio.create_task(self._asked_twice.wait())
-        await asyncio.wait({supervising, twice}, return_when=asyncio.FIRST_COMPLETED)
-        twice.cancel()
-        if not supervising.done():
-            self._supervisor.kill()
-        with contextlib.suppress(asyncio.CancelledError, StreamKVError):
-            await supervising
-        for path in (
-            Path(self._endpoint.removeprefix("ipc://")),
-            Path(self._endpoint.removeprefix("ipc://") + ".lock"),
-        ):
-            if not self._config.endpoint:  # made by this process alone
-                path.unlink(missing_ok=True)
+    async def _connect(self, path: str) -> Coroutine[None, None, None]:
+        """To the process that started this gateway → what listens on the link from now on. Raises OSError."""
+        link = self._link = await connect(path, self._answer)
+        assert self._books is not None
+        self._books.link = link
+
+        async def run() -> None:
+            await link.run()
+            logger.warning("the process that started this gateway has ended")
+            self._asked_to_end.set()
+
+        return run()
+
+    async def _answer(self, what: str, body: bytes) -> bytes:
+        """What the other gateways of this server want to know."""
+        assert what == FIGURES, what
+        return own_figures(self._app).pack()
+
+    async def _other_figures(self) -> list[bytes]:
+        if self._link is None:
+            return []
+        try:
+            return msgspec.msgpack.decode(await self._link.ask(FIGURES), type=list[bytes])
+        except (LinkLost, LinkRefusal):
+            return []
 
     def _on_signal(self) -> None:
         if self._asked_to_end.is_set():
@@ -168,8 +226,6 @@ class _Process:
     def _on_state(self, state: EngineState) -> None:
         engine = self._app[keys.ENGINE]
         if state is EngineState.READY:
-            if self._supervisor is not None:
-                self._supervisor.note_ready()
             self._announce()
         elif state is EngineState.LOADING and self._supervisor is None and engine.stage != self._stage:
             # A supervised engine shows its progress itself, on the same terminal.
@@ -190,11 +246,14 @@ class _Process:
         name = self._app[keys.GENERATION].model_name
         url = self._server.url
         key = '-H "Authorization: Bearer $STREAMKV_API_KEY" ' if self._api_keys else ""
-        print(
+        line = (
             f"Ready: {name} at {url}   Try: curl -N {url}/v1/chat/completions "
-            f"{key}-H 'Content-Type: application/json' -d '{body}'",
-            flush=True,
+            f"{key}-H 'Content-Type: application/json' -d '{body}'"
         )
+        if self._link is not None:
+            self._link.tell(Announced(line))
+        else:
+            print(line, flush=True)
 
 
 def _is_loopback(host: str) -> bool:

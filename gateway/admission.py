@@ -1,5 +1,6 @@
 """Who may go on to the engine now: the wait for one that starts, its bound, and the drain's closed door."""
 
+from collections import Counter
 from typing import Final
 
 from gateway.engine_client import EngineClient, EngineUnavailable
@@ -26,10 +27,13 @@ class Admission:
         self._startup_wait_s = startup_wait_s
         self.is_draining = False
         self.num_waiting = 0
+        self.shed: Counter[str] = Counter()
+        """Requests that were turned away here, by reason."""
 
     def check(self) -> None:
         """Raises EngineUnavailable when no request is taken whatever it waits."""
         if self.is_draining:
+            self.shed["draining"] += 1
             raise EngineUnavailable("the server is shutting down and takes no new work", DRAIN_RETRY_S)
 
     async def enter(self) -> Ready:
@@ -38,10 +42,14 @@ class Admission:
         if self._engine.is_ready:
             return await self._engine.wait_ready(0)
         if self.num_waiting >= MAX_WAITING:
+            self.shed["too_many_wait"] += 1
             raise EngineUnavailable("too many requests wait for the engine to be ready", DRAIN_RETRY_S)
         self.num_waiting += 1
         try:
             ready = await self._engine.wait_ready(self._startup_wait_s)
+        except EngineUnavailable:
+            self.shed["engine_not_ready"] += 1
+            raise
         finally:
             self.num_waiting -= 1
         self.check()

@@ -13,16 +13,38 @@ from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
 from aiohttp.typedefs import Handler
 
 from gateway import keys
+from gateway.access_log import AccessLog
 from gateway.admission import Admission
-from gateway.auth import ApiKeys
+from gateway.auth import ApiKeys, Caller
+from gateway.connection import CountedConnection
+from gateway.cors import Cors
+from gateway.dashboard import Dashboard
 from gateway.engine_client import EngineClient, EngineState
-from gateway.errors import describe, describe_status
+from gateway.errors import describe, describe_status, in_shape_of
+from gateway.figures import OtherFigures
 from gateway.generation import Generation, TokenizerSource
-from gateway.metrics import GatewayMetrics
-from gateway.routes import chat, completions, ops, tokens, websocket
+from gateway.limits import Allowance, Books
+from gateway.listener import bind, url_of
+from gateway.metrics import GatewayMetrics, LoopLag
+from gateway.middlewares import add_headers, admit, note
+from gateway.reception import Reception
+from gateway.records import REQUEST_ID_HEADER, new_request_id
+from gateway.routes import (
+    attaching,
+    chat,
+    completions,
+    description,
+    messages,
+    ops,
+    page,
+    responses,
+    tokens,
+    websocket,
+)
 from gateway.sse import KeepAlives
 from gateway.streams import Outbox
 from gateway.tokenizer import Tokenizer
+from gateway.tracing import Tracing
 from streamkv.config import GatewayConfig
 from streamkv.log import fields
 from streamkv.transport import CurveKeys
@@ -32,8 +54,8 @@ logger = logging.getLogger(__name__)
 SEND_BUFFER_BYTES: Final = 64 * 1024
 """Of each accepted socket. Left alone, the kernel takes some 4 MB of a stream before anyone notices a slow reader."""
 SHUTDOWN_TIMEOUT_S: Final = 2.0
-OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""Need no API key: load balancers ask there, and learn nothing of what others do."""
+OPEN_PATHS: Final = page.OPEN_PATHS | {"/health", "/ready", description.OPENAPI_PATH}
+"""Need no API key: load balancers ask there, and learn nothing of what others do; so do browsers for the pages."""
 _BACKLOG: Final = 1024
 
 
@@ -45,16 +67,33 @@ def make_app(
     curve_keys: CurveKeys | None = None,
     on_state: Callable[[EngineState], None] | None = None,
     api_keys: ApiKeys | None = None,
+    books: Books | None = None,
+    access_log: AccessLog | None = None,
+    tracing: Tracing | None = None,
+    other_figures: OtherFigures | None = None,
 ) -> web.Application:
     """The gateway for the engine at `endpoint`. load_tokenizer is slow and called once, on a thread.
 
-    api_keys: who is let in; None: everybody.
+    api_keys: who is let in; None: everybody. books: where the callers' limits are counted; None: here. access_log:
+    None: as the setting says. tracing: is closed with the app. other_figures: asks the other gateways
+    on this port for theirs.
     """
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_answer_errors, _authenticate])
+    app = web.Application(
+        client_max_size=config.max_body_bytes, middlewares=[note, _answer_errors, _authenticate, admit]
+    )
+    app.on_response_prepare.append(add_headers)
     app[keys.CONFIG] = config
-    app[keys.API_KEYS] = api_keys or ApiKeys()
+    app[keys.API_KEYS] = api_keys if api_keys is not None else ApiKeys(anonymous=Caller(allowance=allowance_of(config)))
     app[keys.STARTED_AT] = time.time()
     app[keys.METRICS] = GatewayMetrics()
+    app[keys.OTHER_FIGURES] = other_figures or _no_others
+    app[keys.LOOP_LAG] = LoopLag()
+    app[keys.CORS] = Cors(config.origins)
+    if access_log is None and config.access_log != "off":
+        access_log = AccessLog(is_json=config.access_log == "json")
+    app[keys.RECEPTION] = Reception(
+        app[keys.METRICS], api_keys=app[keys.API_KEYS], books=books, access_log=access_log, tracing=tracing
+    )
     app[keys.KEEP_ALIVES] = KeepAlives(config.keepalive_s)
     app[keys.OUTBOX] = Outbox()
     app[keys.SOCKETS] = keys.OpenSockets()
@@ -68,34 +107,68 @@ def make_app(
     )
     app[keys.ADMISSION] = Admission(app[keys.ENGINE], config.startup_wait_s)
     app[keys.GENERATION] = Generation(
-        config, app[keys.ENGINE], app[keys.TOKENIZER], app[keys.ADMISSION], app[keys.METRICS]
+        config, app[keys.ENGINE], app[keys.TOKENIZER], app[keys.ADMISSION], app[keys.METRICS], app[keys.RECEPTION]
     )
+    app[keys.DASHBOARD] = Dashboard(app[keys.ENGINE])
+    app[page.FILES] = page.PageFiles()
     app.cleanup_ctx.append(_live)
     app.on_shutdown.append(_end_streams)
     app.router.add_post("/v1/chat/completions", chat.chat_completions)
     app.router.add_post("/v1/completions", completions.completions)
+    app.router.add_post("/v1/responses", responses.responses)
+    app.router.add_post("/v1/messages", messages.messages)
+    app.router.add_post("/v1/messages/count_tokens", messages.count_tokens)
+    app.router.add_post("/v1/embeddings", description.embeddings)
     app.router.add_get("/v1/models", ops.models)
     app.router.add_get("/v1/models/{name:.+}", ops.model)
     app.router.add_get("/v1/stream", websocket.stream_socket)
+    app.router.add_get("/v1/streams/{stream_id}", attaching.attach, allow_head=False)
+    app.router.add_delete("/v1/streams/{stream_id}", attaching.cancel)
     app.router.add_post("/tokenize", tokens.tokenize)
     app.router.add_post("/detokenize", tokens.detokenize)
+    app.router.add_get(description.OPENAPI_PATH, description.openapi)
     app.router.add_get("/health", ops.health)
     app.router.add_get("/ready", ops.ready)
     app.router.add_get("/metrics", ops.metrics)
+    app.router.add_get(page.CHAT_PATH, page.chat)
+    app.router.add_get(page.DASHBOARD_PATH, page.dashboard)
+    app.router.add_get(page.DATA_PATH, page.data)
+    app.router.add_get(page.FILE_PATH, page.file)
     return app
 
 
+def allowance_of(config: GatewayConfig) -> Allowance:
+    """The limits of a key that says nothing else."""
+    return Allowance(config.requests_per_minute, config.tokens_per_minute, config.max_concurrent)
+
+
+async def _no_others() -> list[bytes]:
+    return []
+
+
 async def _live(app: web.Application) -> AsyncIterator[None]:
-    """The engine's connection and the tokenizer, from start to end."""
+    """The engine's connection, the tokenizer and the API keys, from start to end."""
     loading = app[keys.TOKENIZER].start()
     app[keys.ENGINE].start()
+    app[keys.LOOP_LAG].start()
+    following = asyncio.create_task(app[keys.API_KEYS].follow(lambda: _forget_keys(app)))
     yield
+    following.cancel()
+    app[keys.LOOP_LAG].close()
+    await app[keys.RECEPTION].close()
     app[keys.ENGINE].close()
     if not loading.done():
         loading.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception):
         await loading
     app[keys.TOKENIZER].close()
+
+
+def _forget_keys(app: web.Application) -> None:
+    """There are other API keys now; nothing is kept of those that are gone."""
+    names = app[keys.API_KEYS].names
+    app[keys.METRICS].keep(names)
+    app[keys.RECEPTION].books.keep(names)
 
 
 async def _end_streams(app: web.Application) -> None:
@@ -121,6 +194,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         answer = describe_status(error.status, error.text or error.reason)
         if "Allow" in error.headers:
             headers["Allow"] = error.headers["Allow"]
+            if request.method == "OPTIONS":  # which asks for just that
+                return web.Response(status=204, headers=headers)
     except Exception as error:
         if request.writer.output_size:  # a status line is out: a second answer would end up in the body of the first
             logger.exception("a request failed after its headers")
@@ -131,6 +206,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         if answer.status == 500:
             logger.exception("a request failed")
     request.app[keys.METRICS].refused[str(answer.status)] += 1
+    answer = in_shape_of(request.path, answer)
     headers |= answer.headers
     return web.Response(body=answer.body, status=answer.status, content_type="application/json", headers=headers)
 
@@ -144,15 +220,14 @@ async def _authenticate(request: web.Request, handler: Handler) -> web.StreamRes
     return await handler(request)
 
 
-class _Connection(web.RequestHandler):
+class _Connection(CountedConnection):
     """One connection. What aiohttp's parser refuses is answered like any other error, and logged in one line: neither
     has what came, which may be part of a key or of a prompt."""
 
     __slots__ = ("_metrics",)
 
     def __init__(self, server: web.Server, metrics: GatewayMetrics) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, access_log=None)  # type: ignore[arg-type]  # None is what turns it off
+        super().__init__(server)
         self._metrics = metrics
 
     def handle_error(
@@ -172,7 +247,12 @@ class _Connection(web.RequestHandler):
         what = "a line of it is too long" if isinstance(exc, LineTooLong) else "it breaks the rules of HTTP/1.1"
         answer = describe_status(status, f"the request cannot be read: {what}")
         self._metrics.refused[str(status)] += 1
-        response = web.Response(body=answer.body, status=status, content_type="application/json")
+        response = web.Response(
+            body=answer.body,
+            status=status,
+            content_type="application/json",
+            headers={REQUEST_ID_HEADER: new_request_id()},
+        )
         response.force_close()
         return response
 
@@ -210,14 +290,16 @@ class Server:
         self._runner = _Runner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         self.url = ""
 
-    async def start(self, host: str, port: int) -> None:
-        """Open the port; the engine need not be there. Raises OSError when the address is taken."""
+    async def start(self, host: str, port: int, shares_port: bool = False) -> None:
+        """Open the port; the engine need not be there. Raises OSError when the address is taken.
+
+        shares_port: other gateways of this server listen there, too, and the kernel deals out the connections.
+        """
         await self._runner.setup()
-        listener = _listen(host, port)
+        listener = bind(host, port, shares_port)
+        listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted ones inherit
         await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
-        address = listener.getsockname()
-        shown = "127.0.0.1" if address[0] in ("0.0.0.0", "::") else address[0]
-        self.url = f"http://[{shown}]:{address[1]}" if ":" in shown else f"http://{shown}:{address[1]}"
+        self.url = url_of(listener)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and wait until the live streams have ended or the grace period is over."""
@@ -231,20 +313,3 @@ class Server:
     async def close(self) -> None:
         """End what is left, tell its clients, close the port."""
         await self._runner.cleanup()
-
-
-def _listen(host: str, port: int) -> posix_socket.socket:
-    family, kind, protocol, _, address = posix_socket.getaddrinfo(
-        host, port, type=posix_socket.SOCK_STREAM, flags=posix_socket.AI_PASSIVE
-    )[0]
-    listener = posix_socket.socket(family, kind, protocol)
-    listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_REUSEADDR, 1)
-    # Accepted sockets inherit it.
-    listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-    try:
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener

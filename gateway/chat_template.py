@@ -46,12 +46,27 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACE = re.compile(r"\s+")
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that an assistant's message made."""
+
+    call_id: str
+    name: str
+    arguments: dict[str, object]
+    """A JSON object."""
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn: who speaks (one of ROLES), the text, and the speaker's name if the client gave one."""
 
     role: str
     content: str
     name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    tool_call_id: str = ""
+    """Of a tool: the call that it answers."""
+    reasoning: str = ""
+    """What an assistant thought; templates get it as `reasoning_content`."""
 
 
 class AddedToken(msgspec.Struct, frozen=True):
@@ -167,6 +182,17 @@ class _Protection:
         return text.translate(self._show)
 
 
+def _write_arguments_as_text(messages: list[dict[str, object]]) -> bool:
+    """The arguments of every call as JSON text. Whether there are any."""
+    found = False
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            call["function"]["arguments"] = _tojson(call["function"]["arguments"])
+            found = True
+    return found
+
+
 def _any_of(texts: Iterable[str]) -> str:
     return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
 
@@ -185,6 +211,8 @@ class ChatTemplate:
             self._template = _make_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template does not compile: {error} (line {error.lineno})") from error
+        self.source = source
+        self.knows_tools = re.search(r"\btools\b", source) is not None
         self._knows_tool_messages = re.search(r"\btool\b|\bipython\b", source) is not None
         self._named_tokens = dict(named_tokens)
         structural = [token for token in added_tokens if token.text and (token.is_special or token.text in source)]
@@ -203,12 +231,15 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, object],
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> list[str | AddedToken]:
         """The prompt as the template's own special tokens and the texts between them, each to be encoded in one piece.
 
         continue_final_message: the prompt ends where the last message's text ends. template_kwargs: JSON values, also
-        protected. Raises InvalidField for `messages` (empty, or refused by the template), `chat_template_kwargs` and
-        `continue_final_message`. Cost: linear in the text, times what the template does with it.
+        protected, as are tools: OpenAI's, of type function. Arguments of calls are objects for the template, or JSON
+        texts where it fails over objects. Raises InvalidField for `messages` (empty, or refused by the template),
+        `chat_template_kwargs`, `tools` and `continue_final_message`. Cost: linear in the text, times what the template
+        does with it.
         """
         if not messages:
             raise InvalidField("messages", "must hold at least one message")
@@ -216,7 +247,9 @@ class ChatTemplate:
             raise InvalidField(
                 "continue_final_message", "cannot be true together with add_generation_prompt; set that to false"
             )
-        given: list[dict[str, str]] = []
+        if tools and not self.knows_tools:
+            raise InvalidField("tools", "this model's chat template has no tools; leave them out")
+        given: list[dict[str, object]] = []
         for index, message in enumerate(messages):
             if message.role not in ROLES:
                 raise InvalidField(f"messages[{index}].role", f"must be one of {', '.join(ROLES)}")
@@ -226,17 +259,44 @@ class ChatTemplate:
             content = protection.hide(message.content)
             if continue_final_message and index == len(messages) - 1:
                 content += _CUT_MARK + " "
-            entry = {"role": message.role, "content": content}
-            if message.name:
-                entry["name"] = self._protection.hide(message.name)
+            entry: dict[str, object] = {"role": message.role, "content": content}
+            for name, text in (
+                ("name", message.name),
+                ("tool_call_id", message.tool_call_id),
+                ("reasoning_content", message.reasoning),
+            ):
+                if text:
+                    entry[name] = self._protection.hide(text)
+            if message.tool_calls:
+                entry["tool_calls"] = [self._describe_call(call, f"messages[{index}]") for call in message.tool_calls]
             given.append(entry)
-        rendered = self._run(given, add_generation_prompt, template_kwargs)
+        hidden_tools = [self._hide_all(tool, "tools") for tool in tools] or None
+        try:
+            rendered = self._run(given, add_generation_prompt, template_kwargs, hidden_tools)
+        except InvalidField as refused:
+            if not _write_arguments_as_text(given):
+                raise
+            try:
+                rendered = self._run(given, add_generation_prompt, template_kwargs, hidden_tools)
+            except InvalidField:
+                raise refused from None
         if continue_final_message:
             rendered = self._cut(rendered)
         return self._split(rendered)
 
+    def _describe_call(self, call: ToolCall, field: str) -> dict[str, object]:
+        function = {"name": self._protection.hide(call.name), "arguments": self._hide_all(call.arguments, field)}
+        described: dict[str, object] = {"type": "function", "function": function}
+        if call.call_id:
+            described["id"] = self._protection.hide(call.call_id)
+        return described
+
     def _run(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool, template_kwargs: Mapping[str, object]
+        self,
+        messages: list[dict[str, object]],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, object],
+        tools: list[object] | None,
     ) -> str:
         taken = sorted(
             TEMPLATE_NAMES.intersection(template_kwargs) | self._named_tokens.keys() & template_kwargs.keys()
@@ -245,9 +305,12 @@ class ChatTemplate:
             raise InvalidField("chat_template_kwargs", f"may not set {taken[0]!r}, which the server fills")
         names = {
             **self._named_tokens,
-            **{str(self._hide_all(name)): self._hide_all(value) for name, value in template_kwargs.items()},
+            **{
+                str(self._hide_all(name, "chat_template_kwargs")): self._hide_all(value, "chat_template_kwargs")
+                for name, value in template_kwargs.items()
+            },
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -275,15 +338,15 @@ class ChatTemplate:
         said = self._protection.show(str(error)).encode(errors="replace").decode() or type(error).__name__
         return said if len(said) <= 500 else said[:500] + " …"
 
-    def _hide_all(self, value: object) -> object:
+    def _hide_all(self, value: object, field: str) -> object:
         if isinstance(value, str):
             if _SURROGATE.search(value):
-                raise InvalidField("chat_template_kwargs", "holds half a surrogate pair")
+                raise InvalidField(field, "holds half a surrogate pair")
             return self._protection.hide(value)
-        if isinstance(value, list):
-            return [self._hide_all(item) for item in value]
+        if isinstance(value, list | tuple):
+            return [self._hide_all(item, field) for item in value]
         if isinstance(value, dict):
-            return {str(self._hide_all(key)): self._hide_all(item) for key, item in value.items()}
+            return {str(self._hide_all(key, field)): self._hide_all(item, field) for key, item in value.items()}
         return value
 
     def _cut(self, rendered: str) -> str:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from gateway.tokenizer import Tokenizer, Vocabulary, json_inside
+from gateway.tokenizer import Tokenizer, Vocabulary
 
 _CONTEXT_TOKENS: Final = 6
 _REPLACEMENT: Final = "\ufffd"
@@ -35,17 +35,20 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_ids: Sequence[int] = (),
+        shown_special_ids: Sequence[int] = (),
     ) -> None:
         """stop: none empty. min_tokens: a stop string that is complete by this many tokens does not count.
-        prompt_ids: what the text goes on from, for tokenizers whose first space depends on it."""
+        prompt_ids: what the text goes on from, for tokenizers whose first space depends on it. shown_special_ids:
+        those that are not skipped with the others."""
         vocabulary = tokenizer.vocabulary
+        is_skipped = vocabulary.skipped(skip_special_tokens, tuple(shown_special_ids))
         self._decoder: _Decoder
         if vocabulary.style == "bytes":
-            self._decoder = _ByteDecoder(vocabulary, skip_special_tokens)
+            self._decoder = _ByteDecoder(vocabulary, is_skipped)
         elif vocabulary.style == "byte_fallback":
-            self._decoder = _ByteFallbackDecoder(vocabulary, skip_special_tokens, at_start=not prompt_ids)
+            self._decoder = _ByteFallbackDecoder(vocabulary, is_skipped, at_start=not prompt_ids)
         else:
-            self._decoder = _WindowDecoder(tokenizer, skip_special_tokens, prompt_ids)
+            self._decoder = _WindowDecoder(tokenizer, is_skipped, prompt_ids)
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
@@ -67,10 +70,10 @@ class Detokenizer:
             return text
         return self._match(text) if text else ""
 
-    def push_json(self, token_id: int) -> bytes:
-        """As push, as the inside of a JSON string."""
-        text = self.push(token_id)
-        return json_inside(text) if text else b""
+    @property
+    def num_held_chars(self) -> int:
+        """Characters that are certain, and held back since they may become a stop string."""
+        return len(self._held)
 
     def finish(self) -> str:
         """The end of the text: an incomplete character as U+FFFD, and what might have become a stop string."""
@@ -177,9 +180,9 @@ class _Decoder(Protocol):
 class _ByteDecoder:
     """Pieces are bytes of one UTF-8 text; each maximal invalid part is one U+FFFD."""
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, is_skipped: bytearray) -> None:
         self._pieces = vocabulary.pieces
-        self._is_skipped = vocabulary.is_special if skip_special_tokens else bytes(vocabulary.size)
+        self._is_skipped = is_skipped
         self._pending = b""
         self.is_clear = True
 
@@ -205,9 +208,9 @@ class _ByteFallbackDecoder:
     So a run is known only at its end, and is held back until then.
     """
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, at_start: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, is_skipped: bytearray, at_start: bool) -> None:
         self._pieces = vocabulary.pieces
-        self._is_skipped = vocabulary.is_special if skip_special_tokens else bytes(vocabulary.size)
+        self._is_skipped = is_skipped
         self._is_byte = vocabulary.is_byte
         self._run = bytearray()
         self._drops_space = at_start and vocabulary.strips_first_space
@@ -248,16 +251,17 @@ class _WindowDecoder:
     The window moves on at each token that ends a character, so the cost per token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, is_skipped: bytearray, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._is_skipped = is_skipped
         self._window = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._num_shown = len(self._window)
         self._shown = self._decode(self._window)
         self.is_clear = False
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
+        shown = [token_id for token_id in ids if not self._is_skipped[token_id]]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)

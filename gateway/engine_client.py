@@ -24,6 +24,7 @@ from streamkv.protocol import (
     Attached,
     EngineMessage,
     Finished,
+    GetSnapshot,
     GetStats,
     Heartbeat,
     Hello,
@@ -32,9 +33,11 @@ from streamkv.protocol import (
     Ready,
     Rejected,
     Resume,
+    Snapshot,
     Stats,
     StepOutput,
     Submit,
+    TokenLogprobs,
     WireError,
     decode_from_engine,
     encode,
@@ -78,6 +81,12 @@ class Sink(Protocol):
     def hit(self, num_cached_tokens: int) -> None:
         """So many of its prompt's tokens were found in the prefix cache. Before its first token, if at all."""
 
+    def logprobs(self, choice: int, values: TokenLogprobs) -> None:
+        """Of the tokens that this step brings to a choice, and before them."""
+
+    def prompt_logprobs(self, start: int, values: TokenLogprobs) -> None:
+        """Of the prompt's tokens from number `start` on; the last before the first token."""
+
     def push_token(self, token_id: int) -> None:
         """One new token of choice 0, which does not end with it. Goes out at once."""
 
@@ -95,6 +104,9 @@ class Sink(Protocol):
 
     def break_off(self) -> None:
         """One of the calls here raised, or what it gave could not be sent: end with an error."""
+
+    def suspected(self) -> None:
+        """The engine that ended was computing it: it may be why."""
 
     def attached(self, attached: Attached) -> None:
         """The engine's answer to an Attach: tokens from `from_token` on, those known already included."""
@@ -150,6 +162,8 @@ class EngineClient:
         self.ready: Ready | None = None
         """What the newest engine said of itself; stays when it is lost."""
         self.num_engine_losses = 0
+        self.num_restarts = 0
+        """Engines that took work after another one had."""
         self.num_resubmitted = 0
         self.num_tokens = 0
         self.num_bytes = 0
@@ -165,6 +179,7 @@ class EngineClient:
         self._unsent_aborts: dict[int, str] = {}
         """Causes by request id: ended here while the connection to their engine was broken."""
         self._stats_queries: dict[int, asyncio.Future[Stats]] = {}
+        self._snapshot_queries: dict[int, asyncio.Future[Snapshot]] = {}
         self._ready_event = asyncio.Event()
         self._needs_attach = False
         self._heard_at = 0.0
@@ -187,6 +202,8 @@ class EngineClient:
             self._timer.cancel()
         for future in self._stats_queries.values():
             future.cancel()
+        for asked in self._snapshot_queries.values():
+            asked.cancel()
         self._socket.close()
 
     # Requests
@@ -270,6 +287,22 @@ class EngineClient:
             return None
         finally:
             del self._stats_queries[query_id]
+
+    async def snapshot(self, timeout_s: float) -> Snapshot | None:
+        """Every block and sequence of the engine, or None when it does not answer in time."""
+        if self.state is not EngineState.READY:
+            return None
+        query_id = next(self._request_ids)
+        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._snapshot_queries[query_id] = future
+        try:
+            self._socket.send(encode(GetSnapshot(query_id)))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._snapshot_queries[query_id]
 
     def _take_id(self, sink: Sink) -> int:
         """A fresh request id for this sink; an older one stops being known."""
@@ -355,6 +388,8 @@ class EngineClient:
         sinks = self._sinks
         if output.hits:
             self._on_hits(unpack_ids(output.hits))
+        if output.logprobs or output.prompt_logprobs:
+            self._on_logprobs(output, request_ids)
         if output.num_tokens or output.choices:
             self._on_mixed_step(output, request_ids, token_ids)
             return
@@ -378,6 +413,24 @@ class EngineClient:
             sink = self._sinks.get(request_id)
             if sink is not None:
                 sink.hit(num_cached_tokens)
+
+    def _on_logprobs(self, output: StepOutput, request_ids: list[int]) -> None:
+        """Before the tokens that they are of."""
+        for part in output.prompt_logprobs:
+            sink = self._sinks.get(part.request_id)
+            if sink is not None:
+                try:
+                    sink.prompt_logprobs(part.start, part.values)
+                except Exception as error:
+                    self._break(sink, error)
+        choices = unpack_ids(output.choices) if output.choices else [0] * len(request_ids)
+        for of_row in output.logprobs:
+            sink = self._sinks.get(request_ids[of_row.row])
+            if sink is not None:
+                try:
+                    sink.logprobs(choices[of_row.row], of_row.values)
+                except Exception as error:
+                    self._break(sink, error)
 
     def _on_mixed_step(self, output: StepOutput, request_ids: list[int], token_ids: list[int]) -> None:
         counts = unpack_ids(output.num_tokens) if output.num_tokens else [1] * len(request_ids)
@@ -449,11 +502,16 @@ class EngineClient:
                 query = self._stats_queries.get(message.query_id)
                 if query is not None and not query.done():
                     query.set_result(message)
+            case Snapshot():
+                asked = self._snapshot_queries.get(message.query_id)
+                if asked is not None and not asked.done():
+                    asked.set_result(message)
             case WireError():
                 self._on_wire_error(message)
 
     def _on_ready(self, ready: Ready) -> None:
         is_new = self.ready is None or self.ready.epoch != ready.epoch
+        self.num_restarts += is_new and self.ready is not None
         self.ready = ready
         self.stage, self.percent = "ready", 100.0
         if is_new:
@@ -464,7 +522,10 @@ class EngineClient:
                 self._socket.send(encode(Abort(request_id, cause)))
         self._unsent_aborts.clear()
         unsent, self._unsent = self._unsent, set()
+        suspects = set(ready.suspects) if is_new else ()
         for sink in list(self._id_by_sink):
+            if sink.stream_id in suspects:
+                sink.suspected()
             if sink in self._attaching:
                 self._send_attach(sink)  # what it knows of a stream it can only have kept itself
             elif is_new or sink in unsent:

@@ -11,6 +11,8 @@ import msgspec
 from gateway.admission import UnknownModel
 from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
+from gateway.limits import RateLimited
+from gateway.message_answer import AnswerBrokenOff
 from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from streamkv.errors import InvalidField, ModelError
 
@@ -18,6 +20,8 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 _INTERNAL_MESSAGE = "the server made a mistake; its log says more"
 _LONGEST_RETRY_S = 3600
+"""Of a 503. A 429 says how long it takes, however long."""
+_RETRIED = (429, 503)
 
 _OF_STATUS = {
     404: ("not_found", "there is nothing at this path"),
@@ -27,6 +31,17 @@ _OF_STATUS = {
     415: ("unsupported_media_type", ""),
 }
 """Code, and the message instead of aiohttp's own where that only repeats the status."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status → Anthropic's type of the error, where it is not the one for all of 4xx or of 5xx."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
@@ -46,7 +61,7 @@ class _Meaning(msgspec.Struct, frozen=True):
     param: str | None = None
     code: str | None = None
     retry_after_s: float = 0.0
-    """Of a 503."""
+    """Of a 429 and a 503."""
     headers: dict[str, str] = {}
 
     def fields(self) -> dict[str, object]:
@@ -57,11 +72,12 @@ class _Meaning(msgspec.Struct, frozen=True):
         """Whole seconds, and never 0, which would say: at once."""
         if not math.isfinite(self.retry_after_s):
             return _LONGEST_RETRY_S
-        return min(max(1, math.ceil(self.retry_after_s)), _LONGEST_RETRY_S)
+        whole_s = max(1, math.ceil(self.retry_after_s))
+        return whole_s if self.status == 429 else min(whole_s, _LONGEST_RETRY_S)
 
     def event_fields(self) -> dict[str, object]:
         """An event has no header that could say when to try again."""
-        return self.fields() | ({"retry_after_s": self.retry_after} if self.status == 503 else {})
+        return self.fields() | ({"retry_after_s": self.retry_after} if self.status in _RETRIED else {})
 
 
 def _meaning(error: BaseException) -> _Meaning:
@@ -78,12 +94,18 @@ def _meaning(error: BaseException) -> _Meaning:
             return _Meaning(404, str(error), _INVALID, param="model", code="model_not_found")
         case UnknownStream():
             return _Meaning(404, str(error), _INVALID, code="unknown_stream")
+        case RateLimited():
+            return _Meaning(
+                429, str(error), error.refused_by, code="rate_limit_exceeded", retry_after_s=error.retry_after_s
+            )
         case Overloaded():
             return _Meaning(503, str(error), "overloaded_error", code="overloaded", retry_after_s=error.retry_after_s)
         case EngineUnavailable():
             return _Meaning(503, str(error), _SERVER, code="not_ready", retry_after_s=error.retry_after_s)
         case RequestTimeout():
             return _Meaning(504, str(error), _SERVER, code="timeout")
+        case AnswerBrokenOff():
+            return _Meaning(504 if error.is_timeout else 503, str(error), _SERVER, code="broken_off")
         case EngineFault():
             return _Meaning(500, str(error), _SERVER, code="engine_error")
         case ModelError():
@@ -96,7 +118,7 @@ def _meaning(error: BaseException) -> _Meaning:
 def describe(error: BaseException) -> ErrorAnswer:
     """The whole answer for an exception. Of one that has no entry here a client learns nothing but the 500."""
     meaning = _meaning(error)
-    headers = meaning.headers | ({"Retry-After": str(meaning.retry_after)} if meaning.status == 503 else {})
+    headers = meaning.headers | ({"Retry-After": str(meaning.retry_after)} if meaning.status in _RETRIED else {})
     return ErrorAnswer(meaning.status, _encode(meaning.fields()), headers)
 
 
@@ -111,13 +133,29 @@ def describe_status(status: int, message: str) -> ErrorAnswer:
 
 
 def error_body(error: BaseException) -> bytes:
-    """OpenAI's error object, as a stream's last event has it; of a 503 with retry_after_s."""
+    """OpenAI's error object, as a stream's last event has it; of a 429 or 503 with retry_after_s."""
     return _encode(_meaning(error).event_fields())
 
 
 def error_fields(error: BaseException) -> dict[str, object]:
-    """message, type, param and code, and retry_after_s of a 503, for an event of a WebSocket."""
+    """message, type, param and code, and retry_after_s of a 429 or 503, for an event of a WebSocket."""
     return _meaning(error).event_fields()
+
+
+def in_shape_of(path: str, answer: ErrorAnswer) -> ErrorAnswer:
+    """An answer as clients of this path expect it: below /v1/messages in the shape of Anthropic's API, which has a
+    type for each status, and the field only in the message."""
+    if path != "/v1/messages" and not path.startswith("/v1/messages/"):
+        return answer
+    error = msgspec.json.decode(answer.body)["error"]
+    type_ = _ANTHROPIC_TYPES.get(answer.status, "api_error" if answer.status >= 500 else _INVALID)
+    body = msgspec.json.encode({"type": "error", "error": {"type": type_, "message": error["message"]}})
+    return msgspec.structs.replace(answer, body=body)
+
+
+def anthropic_error_body(error: BaseException) -> bytes:
+    """An error as the last event of a stream of Anthropic's API has it."""
+    return in_shape_of("/v1/messages", describe(error)).body
 
 
 def _encode(fields: dict[str, object]) -> bytes:

@@ -8,13 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from gateway.admission import Admission, UnknownModel
-from gateway.answers import AnswerForm
+from gateway.answers import AnswerForm, form_of
 from gateway.auth import Caller
+from gateway.cursor import FROM_START, Cursor
 from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.metrics import GatewayMetrics
-from gateway.schema import ChatRequest, CompletionRequest, RequestLimits
-from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, UnknownStream, new_stream_id
+from gateway.parsers.answer_parser import Parsing
+from gateway.parsers.model_formats import ModelFormats, find_formats
+from gateway.parsers.outlet import ParsingOutlet
+from gateway.parsers.planning import plan_grammar, plan_parsing
+from gateway.reception import Reception
+from gateway.schema.chat import ChatRequest
+from gateway.schema.completion import CompletionRequest
+from gateway.schema.options import RequestLimits
+from gateway.stream_group import StreamGroup
+from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, UnknownStream, Usage, new_stream_id
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
@@ -70,10 +81,18 @@ class Prepared:
     form: AnswerForm
     tokenizer: Tokenizer
     arrived: float
+    caller: Caller
+    echo_text: str | None = None
+    """As in Stream.begin."""
 
     @property
     def num_choices(self) -> int:
         return self.state.sampling.n
+
+
+def _parse(outlet: Outlet, state: StreamState) -> ParsingOutlet:
+    assert state.parsing is not None
+    return ParsingOutlet(outlet, state.parsing, state.sampling.n)
 
 
 class Generation:
@@ -86,12 +105,16 @@ class Generation:
         tokenizer: TokenizerSource,
         admission: Admission,
         metrics: GatewayMetrics,
+        reception: Reception,
     ) -> None:
         self._config = config
         self._engine = engine
         self._tokenizer = tokenizer
+        self._formats: ModelFormats | None = None
+        """The tokenizer's; found with the first chat."""
         self._admission = admission
         self._metrics = metrics
+        self._reception = reception
         self._live: dict[bytes, Stream] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self._misfit_epoch = 0
@@ -137,11 +160,11 @@ class Generation:
             return RequestLimits(vocab_size=tokenizer.vocab_size)
         return RequestLimits(vocab_size=ready.model.vocab_size, max_model_len=ready.model.max_model_len)
 
-    async def prepare(self, request: Request, caller: Caller, attach_grace_s: float = 0.0) -> Prepared:
+    async def prepare(self, request: Request, caller: Caller) -> Prepared:
         """Check, encode and wait for the engine. Raises InvalidField, UnknownModel, EngineUnavailable, ModelError.
 
-        caller: whose share of the engine and, unless it shares, whose prefix cache it uses. attach_grace_s: how long
-        the stream goes on without its client, for somebody to attach to it.
+        caller: whose share of the engine and, unless it shares, whose prefix cache it uses. Of several prompts only the
+        first is taken: `prepare_each` takes all.
         """
         arrived = asyncio.get_running_loop().time()
         self._admission.check()
@@ -149,21 +172,26 @@ class Generation:
         self.check_model(options.model)
         tokenizer = await self._tokenizer.get()
         max_tokens = self._engine.ready.model.max_model_len if self._engine.ready is not None else 0
+        field = options.prompt_field
+        echo_text: str | None = None
         if isinstance(request, ChatRequest):
             prompt_token_ids = await tokenizer.encode_chat_off_loop(
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 template_kwargs=request.chat_template_kwargs,
+                tools=request.tool_use.as_tools(),
                 max_tokens=max_tokens,
             )
-        elif isinstance(request.prompt, str):
-            prompt_token_ids = await tokenizer.encode_off_loop(
-                request.prompt, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
-            )
         else:
-            prompt_token_ids = list(request.prompt)
-        field = "messages" if isinstance(request, ChatRequest) else "prompt"
+            prompt = request.prompts[0]
+            if isinstance(prompt, str):
+                echo_text = prompt
+                prompt_token_ids = await tokenizer.encode_off_loop(
+                    prompt, field, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
+                )
+            else:
+                prompt_token_ids = list(prompt)
         if not prompt_token_ids:
             raise InvalidField(field, "gives no tokens at all; send some text")
         ready = await self._admission.enter()
@@ -174,12 +202,15 @@ class Generation:
             raise InvalidField(
                 field, f"has token id {max(prompt_token_ids)}, but the model's ids end at {vocab_size - 1}"
             )
-        try:
-            sampling = options.to_sampling(len(prompt_token_ids), ready.model.max_model_len, secrets.randbits(64))
-        except InvalidField as error:
-            if error.field != "prompt":
-                raise
-            raise InvalidField(field, error.message) from None
+        sampling = options.to_sampling(len(prompt_token_ids), ready.model.max_model_len, secrets.randbits(64))
+        parsing: Parsing | None = None
+        if isinstance(request, ChatRequest):
+            if self._formats is None:
+                self._formats = find_formats(tokenizer.chat_template, tokenizer.added_tokens, self._config)
+            parsing = plan_parsing(request, self._formats, prompt_token_ids, tokenizer)
+            if parsing is not None:
+                grammar = plan_grammar(request, self._formats, parsing)
+                sampling = msgspec.structs.replace(sampling, grammar=grammar)
         state = StreamState(
             sampling=sampling,
             model=self.model_name,
@@ -190,41 +221,72 @@ class Generation:
             is_chat=isinstance(request, ChatRequest),
             cache_salt=options.cache_salt,
             priority=options.priority,
-            attach_grace_s=attach_grace_s,
-            label=options.request_id,
+            attach_grace_s=options.attach_grace_s,
+            label=options.request_id or caller.request_id,
             key=caller.name,
             shares_prefix=caller.shares_prefix,
-        )
-        form = AnswerForm(
-            is_chat=state.is_chat,
-            answer_id=("chatcmpl-" if state.is_chat else "cmpl-") + (options.request_id or secrets.token_hex(16)),
+            echo=options.echo,
+            is_prompt_only=options.is_prompt_only,
+            num_prompt_logprobs=options.prompt_logprobs,
+            tokens_as_ids=options.tokens_as_ids,
+            parsing=parsing,
+            answer_id=("cmpl-" if isinstance(request, CompletionRequest) else "chatcmpl-")
+            + (options.request_id or secrets.token_hex(16)),
             created=int(time.time()),
-            model=state.model,
-            num_prompt=len(prompt_token_ids),
             include_usage=options.include_usage,
             continuous_usage=options.continuous_usage_stats,
-            prompt_token_ids=tuple(prompt_token_ids) if options.return_token_ids else None,
         )
-        return Prepared(state, prompt_token_ids, form, tokenizer, arrived)
+        form = form_of(state, prompt_token_ids)
+        return Prepared(state, prompt_token_ids, form, tokenizer, arrived, caller, echo_text)
+
+    async def prepare_each(self, request: Request, caller: Caller) -> list[Prepared]:
+        """As prepare, for each prompt of a completion. What is wrong with one is said of its place in the list."""
+        if isinstance(request, ChatRequest) or len(request.prompts) == 1:
+            return [await self.prepare(request, caller)]
+        every: list[Prepared] = []
+        for index, prompt in enumerate(request.prompts):
+            options = msgspec.structs.replace(request.options, prompt_field=f"prompt[{index}]")
+            single = msgspec.structs.replace(request, options=options, prompts=(prompt,))
+            every.append(await self.prepare(single, caller))
+        return every
 
     def start(self, prepared: Prepared, outlet: Outlet) -> Stream:
         """Submit it. Its owner cancels the stream when its client goes."""
         stream = self._new_stream(
-            new_stream_id(), prepared.tokenizer, outlet, prepared.arrived, from_token=0, tenant=prepared.state.key
+            new_stream_id(), prepared.tokenizer, outlet, prepared.arrived, known=FROM_START, tenant=prepared.state.key
         )
+        self._reception.began(stream, prepared.caller)
         try:
-            stream.begin(prepared.state, prepared.prompt_token_ids)
+            stream.begin(prepared.state, prepared.prompt_token_ids, prepared.echo_text)
         except BaseException:
             self._remove(stream)
             raise
         self._metrics.num_prompt_tokens += len(prepared.prompt_token_ids)
+        self._reception.submitted(stream)
         return stream
 
-    async def attach(self, stream_id: bytes, from_token: int, outlet: Outlet, caller: Caller) -> Stream:
-        """Take up a caller's live or recently ended stream, here or at another gateway. Who had it gets an end by
-        `abort`.
+    def start_each(self, every: list[Prepared], outlet: Outlet) -> Stream | StreamGroup:
+        """Submit each prompt of one request. Its owner leaves it when its client goes."""
+        if len(every) == 1:
+            return self.start(every[0], outlet)
+        group = StreamGroup(outlet, len(every), every[0].num_choices)
+        try:
+            for prepared, part in zip(every, group.parts, strict=True):
+                if group.failure is None:
+                    group.add(self.start(prepared, part))
+                else:
+                    part.close(Usage(0, 0), None)
+        except BaseException:
+            group.cancel("cancelled")
+            raise
+        return group
 
-        Its `started` tells whether it was found. Raises EngineUnavailable, UnknownStream.
+    async def attach(self, stream_id: bytes, known: Cursor, outlet: Outlet, caller: Caller) -> Stream:
+        """Take up a caller's live or recently ended stream, here or at another gateway, behind what its client has.
+        Who had it gets an end by `abort`.
+
+        Returns when it has come, or has failed (its `failure`, which the outlet was told). Raises EngineUnavailable,
+        UnknownStream, and InvalidField for a cursor that is not one of this stream, which goes on.
         """
         tokenizer = await self._tokenizer.get()
         await self._admission.enter()
@@ -234,22 +296,41 @@ class Generation:
                 raise UnknownStream("no such stream, or it may not be attached to")
             await asyncio.wait([old.started])  # an attach, of which only the engine knows whether it is the owner's
         if old is not None:
+            old.check_known(known)
             old.hand_over()
         stream = self._new_stream(
             stream_id,
             tokenizer,
             outlet,
             asyncio.get_running_loop().time(),
-            from_token=from_token,
+            known=known,
             tenant=caller.name,
         )
+        self._reception.joined(stream, caller)
         try:
             stream.begin_attach()
         except BaseException:
             self._remove(stream)
             raise
         self._metrics.num_attached += 1
+        try:
+            await asyncio.wait([stream.started])
+            if stream.refusal is not None:
+                raise stream.refusal
+        except BaseException:
+            self.leave(stream)
+            raise
         return stream
+
+    async def cancel(self, stream_id: bytes, caller: Caller) -> None:
+        """End a caller's live stream, wherever it is; harmless for one that has ended and can still be attached to.
+        Raises EngineUnavailable, UnknownStream."""
+        stream = self._live.get(stream_id)
+        if stream is None or stream.tenant != caller.name or stream.state is None:
+            stream = await self.attach(stream_id, FROM_START, NoOutlet(), caller)
+        if stream.failure is not None:
+            raise stream.failure
+        stream.cancel("cancelled")
 
     def _new_stream(
         self,
@@ -258,7 +339,7 @@ class Generation:
         outlet: Outlet,
         arrived: float,
         *,
-        from_token: int,
+        known: Cursor,
         tenant: str,
     ) -> Stream:
         stream = Stream(
@@ -268,8 +349,9 @@ class Generation:
             stream_id=stream_id,
             arrived=arrived,
             on_end=self._on_end,
-            from_token=from_token,
+            known=known,
             tenant=tenant,
+            parse=_parse,
         )
         loop = asyncio.get_running_loop()
         self._live[stream_id] = stream
@@ -280,8 +362,12 @@ class Generation:
         self._metrics.num_streams_begun += 1
         return stream
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: Stream | StreamGroup) -> None:
         """Its client is gone: abort it, or let it go on for its grace period, so that somebody can attach to it."""
+        if isinstance(stream, StreamGroup):
+            for part in stream.streams:
+                self.leave(part)
+            return
         state = stream.state
         if stream.is_done:
             return
@@ -293,6 +379,7 @@ class Generation:
             return
         stream.redirect(NoOutlet())
         stream.resume("slow reader")
+        stream.resume("credit")
         self._timers[stream.stream_id].cancel()
         self._timers[stream.stream_id] = asyncio.get_running_loop().call_later(
             state.attach_grace_s, stream.cancel, "disconnected"
@@ -314,15 +401,20 @@ class Generation:
         return True
 
     def cancel_all(self, cause: str) -> None:
-        """End every live stream with `abort`."""
+        """End every live stream with `abort`. Those that somebody may attach to go on in the engine: their clients see
+        no end, but a connection that breaks."""
         for stream in list(self._live.values()):
-            stream.cancel(cause)
+            if stream.state is not None and stream.state.attach_grace_s:
+                stream.let_go()
+            else:
+                stream.cancel(cause)
 
     def _remove(self, stream: Stream) -> None:
         """It is not live any more, if it was."""
         if self._live.get(stream.stream_id) is stream:
             del self._live[stream.stream_id]
             self._timers.pop(stream.stream_id).cancel()
+            self._reception.ended(stream)
             if not self._live:
                 self._became_idle.set()
 
@@ -330,7 +422,7 @@ class Generation:
         self._remove(stream)
         metrics, times = self._metrics, stream.times
         num_output = stream.num_output
-        metrics.num_output_tokens += num_output
+        metrics.num_output_tokens += max(0, num_output - stream.num_inherited)
         reason = stream.endings[0].finish_reason if stream.endings else "error"
         cause = stream.endings[0].cause if stream.endings else ""
         metrics.outcomes[reason] += 1

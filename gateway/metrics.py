@@ -3,13 +3,17 @@
 Observed once per request or per scrape, never per token.
 """
 
+import asyncio
 import math
+import os
+import resource
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from gateway.limits import CONCURRENCY, REQUESTS, TOKENS
 from streamkv.protocol import Histogram, Stats
 
 PREFIX = "streamkv_"
@@ -20,6 +24,12 @@ HELP: Final[Mapping[str, str]] = {
     "engine_ready": "1 while the engine takes work, else 0",
     "e2e_request_latency_seconds": "From a request's arrival to its end",
     "gateway_aborts_total": "Requests that ended by abort, by cause",
+    "gateway_cpu_seconds_total": "Processor time of the gateway's process",
+    "gateway_loop_lag_seconds": "Longest time that the event loop was late by in the last ten seconds",
+    "gateway_max_open_files": "Files and sockets that the gateway's process may have open; 0: not known",
+    "gateway_open_files": "Files and sockets that the gateway's process has open; 0: not known",
+    "gateway_resident_memory_bytes": "Memory of the gateway's process; 0: not known",
+    "gateway_start_time_seconds": "When the gateway was started, Unix time",
     "gateway_attached_streams_total": "Streams that a client took up again",
     "gateway_engine_losses_total": "Times that an engine which took work was lost",
     "gateway_live_streams": "Streams that have not ended",
@@ -28,6 +38,7 @@ HELP: Final[Mapping[str, str]] = {
     "gateway_refused_total": "Answers with an error status, by status",
     "gateway_requests_total": "Requests that reached the engine, by how they ended",
     "gateway_resubmitted_total": "Streams that were sent to an engine again after theirs was lost",
+    "gateway_shed_total": "Requests that were turned away to protect the server or other callers, by reason",
     "gateway_slow_reader_pauses_total": "Times that generation was paused for a client that did not read",
     "gateway_streams_total": "Streams that were begun or taken up",
     "gateway_uptime_seconds": "Since the gateway's start",
@@ -35,10 +46,17 @@ HELP: Final[Mapping[str, str]] = {
     "gateway_websockets": "Open WebSockets",
     "gateway_wire_bytes_total": "Bytes of step outputs that came from the engine",
     "gateway_wire_tokens_total": "Tokens that came from the engine",
+    "engine_restarts_total": "Times that an engine took work after another one had",
+    "key_live_streams": "Streams that have not ended, by API key",
+    "key_output_tokens_total": "Tokens that were generated for an API key",
+    "key_prompt_tokens_total": "Tokens of the prompts of an API key that went to the engine",
+    "key_refused_total": "Requests of an API key that were refused, by the limit that was reached",
+    "key_requests_total": "Requests of an API key that were let in",
     "time_per_output_token_seconds": "Mean time per token after a request's first",
     "time_to_first_token_seconds": "From a request's arrival at the gateway to its first token",
     # Requests and steps in the engine
     "aborts_total": "Requests that were ended before their time, by cause",
+    "aborts_by_phase_total": "The same, by cause and by how far they had come: queued, prefill or decode",
     "avg_decode_latency_ms": "Mean time of the newest steps that held decodes only",
     "avg_e2e_latency_ms": "Mean time of the newest requests from arrival to end",
     "avg_prefill_latency_ms": "Mean time of the newest requests from their first step to their first token",
@@ -104,6 +122,28 @@ HELP: Final[Mapping[str, str]] = {
 }
 """By name without prefix. What the engine sends under a name that is not here is shown without words."""
 
+_HISTOGRAMS: Final = frozenset(
+    {
+        "e2e_request_latency_seconds",
+        "engine_decode_step_seconds",
+        "engine_e2e_seconds",
+        "engine_prefill_seconds",
+        "engine_queue_seconds",
+        "engine_time_to_first_token_seconds",
+        "time_per_output_token_seconds",
+        "time_to_first_token_seconds",
+    }
+)
+_LIMITS: Final = (REQUESTS, TOKENS, CONCURRENCY)
+_OUTCOMES: Final = ("stop", "length", "abort", "error")
+_SHED: Final = (
+    *(f"caller_{limit}" for limit in _LIMITS),
+    *("draining", "engine_draining", "engine_not_ready", "queue_full", "too_many_wait"),
+)
+"""Shown with 0 from the start, so that a first one is seen as an increase."""
+_LAG_PERIOD_S: Final = 0.5
+_LAG_WINDOW_S: Final = 10.0
+
 _SECONDS = (
     0.001,
     0.0025,
@@ -141,6 +181,13 @@ class Distribution:
     def snapshot(self) -> Histogram:
         return Histogram(list(self._bounds), list(self._counts), self._total)
 
+    def plus(self, counts: Sequence[int], total: float) -> "Distribution":
+        """This and what another of the same bounds has counted; none: an empty sequence."""
+        added = Distribution(self._bounds)
+        added._counts = [a + b for a, b in zip(self._counts, counts, strict=True)] if counts else list(self._counts)
+        added._total = self._total + total
+        return added
+
 
 @dataclass(slots=True)
 class GatewayMetrics:
@@ -157,9 +204,72 @@ class GatewayMetrics:
     num_streams_begun: int = 0
     num_slow_reader_pauses: int = 0
     num_attached: int = 0
+    shed: Counter[str] = field(default_factory=Counter)
+    """Requests that were turned away, by reason."""
+    key_requests: Counter[str] = field(default_factory=Counter)
+    """Those that were let in, by the name of their key; empty for the anonymous caller. So are the next ones."""
+    key_prompt_tokens: Counter[str] = field(default_factory=Counter)
+    key_output_tokens: Counter[str] = field(default_factory=Counter)
+    key_live: Counter[str] = field(default_factory=Counter)
+    """Streams."""
+    key_refused: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By key and limit."""
     ttft: Distribution = field(default_factory=Distribution)
     tpot: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
+
+    def keep(self, key_names: Collection[str]) -> None:
+        """Forget the figures of keys that are not among these."""
+        for figures in (self.key_requests, self.key_prompt_tokens, self.key_output_tokens):
+            for name in figures.keys() - key_names:
+                del figures[name]
+        for pair in [pair for pair in self.key_refused if pair[0] not in key_names]:
+            del self.key_refused[pair]
+        for name in [name for name, num_live in self.key_live.items() if name not in key_names and not num_live]:
+            del self.key_live[name]
+
+
+class LoopLag:
+    """How late the event loop is: what stands in its way stands in every stream's."""
+
+    def __init__(self) -> None:
+        self._late: deque[float] = deque(maxlen=round(_LAG_WINDOW_S / _LAG_PERIOD_S))
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """On the running loop."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_LAG_PERIOD_S, self._tick, loop.time() + _LAG_PERIOD_S)
+
+    def _tick(self, due_s: float) -> None:
+        self._late.append(max(0.0, asyncio.get_running_loop().time() - due_s))
+        self.start()
+
+    @property
+    def longest_s(self) -> float:
+        """Of the last ten seconds."""
+        return max(self._late, default=0.0)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def process_figures() -> tuple[dict[str, float], dict[str, float]]:
+    """(gauges, counters) of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            resident_bytes = int(file.read().split()[1]) * resource.getpagesize()
+        num_open = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        resident_bytes = num_open = 0
+    max_open = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return {
+        "gateway_resident_memory_bytes": resident_bytes,
+        "gateway_open_files": num_open,
+        "gateway_max_open_files": max_open if max_open != resource.RLIM_INFINITY else 0,
+    }, {"gateway_cpu_seconds_total": usage.ru_utime + usage.ru_stime}
 
 
 def render(
@@ -168,8 +278,14 @@ def render(
     gauges: Mapping[str, float],
     counters: Mapping[str, float],
     engine: Stats | None,
+    key_names: Collection[str] = (),
+    shed: Mapping[str, int] | None = None,
 ) -> bytes:
-    """Prometheus text. gauges, counters: the gateway's figures of this moment, by name without prefix."""
+    """Prometheus text. gauges, counters: the gateway's figures of this moment, by name without prefix. key_names: the
+    API keys that there are, which alone become labels. shed: what others than those who count in `metrics` turned away.
+
+    A family of which nothing is known yet is announced without a sample, so that every name is always there.
+    """
     lines: list[str] = []
     for name, value in gauges.items():
         _simple(lines, name, "gauge", value)
@@ -180,9 +296,11 @@ def render(
     _simple(lines, "gateway_output_tokens_total", "counter", metrics.num_output_tokens)
     _simple(lines, "gateway_slow_reader_pauses_total", "counter", metrics.num_slow_reader_pauses)
     _simple(lines, "gateway_attached_streams_total", "counter", metrics.num_attached)
-    _labelled(lines, "gateway_requests_total", "outcome", metrics.outcomes)
+    _labelled(lines, "gateway_requests_total", "outcome", dict.fromkeys(_OUTCOMES, 0) | metrics.outcomes)
     _labelled(lines, "gateway_refused_total", "status", metrics.refused)
     _labelled(lines, "gateway_aborts_total", "cause", metrics.aborts)
+    _labelled(lines, "gateway_shed_total", "reason", {**dict.fromkeys(_SHED, 0), **metrics.shed, **(shed or {})})
+    _key_families(lines, metrics, key_names)
     _histogram(lines, "time_to_first_token_seconds", metrics.ttft.snapshot())
     _histogram(lines, "time_per_output_token_seconds", metrics.tpot.snapshot())
     _histogram(lines, "e2e_request_latency_seconds", metrics.e2e.snapshot())
@@ -191,8 +309,35 @@ def render(
         _families(lines, "counter", engine.counters)
         for name, histogram in engine.histograms.items():
             _histogram(lines, name, histogram)
+    told = {line.split(" ", 3)[2].removeprefix(PREFIX) for line in lines if line.startswith("# TYPE ")}
+    for name in sorted(HELP.keys() - told):
+        _head(lines, name, kind_of(name))
     lines.append("")
     return "\n".join(lines).encode()
+
+
+def _key_families(lines: list[str], metrics: GatewayMetrics, key_names: Collection[str]) -> None:
+    names = sorted(key_names)
+    for family, figures in (
+        ("key_requests_total", metrics.key_requests),
+        ("key_prompt_tokens_total", metrics.key_prompt_tokens),
+        ("key_output_tokens_total", metrics.key_output_tokens),
+    ):
+        _labelled(lines, family, "key", {name: figures[name] for name in names})
+    _head(lines, "key_live_streams", "gauge")
+    lines += (f'{PREFIX}key_live_streams{{key="{_escaped(name)}"}} {_number(metrics.key_live[name])}' for name in names)
+    _head(lines, "key_refused_total", "counter")
+    for name in names:
+        for limit in _LIMITS:
+            labels = f'key="{_escaped(name)}",limit="{limit}"'
+            lines.append(f"{PREFIX}key_refused_total{{{labels}}} {_number(metrics.key_refused[name, limit])}")
+
+
+def kind_of(name: str) -> str:
+    """Of a family that is announced before it has a sample."""
+    if name.endswith("_total"):
+        return "counter"
+    return "histogram" if name in _HISTOGRAMS else "gauge"
 
 
 def _head(lines: list[str], name: str, kind: str) -> None:

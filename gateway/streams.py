@@ -12,16 +12,32 @@ from typing import Final, Protocol
 
 import msgspec
 
+from gateway.cursor import FROM_START, Cursor
+from gateway.deltas import Delta, TokenLogprob
 from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineClient, EngineUnavailable
+from gateway.logprobs import LogprobForms, LogprobStore
+from gateway.parsers.answer_parser import Parsing
 from gateway.tokenizer import Tokenizer, json_inside
 from streamkv.errors import InvalidField, StreamKVError
-from streamkv.protocol import STREAM_ID_BYTES, Attached, Finished, Rejected, Submit, pack_ids, unpack_ids
+from streamkv.protocol import (
+    STREAM_ID_BYTES,
+    Attached,
+    Finished,
+    Rejected,
+    Submit,
+    TokenLogprobs,
+    pack_ids,
+    unpack_ids,
+)
 from streamkv.sampling import SamplingParams
 
 MAX_ENGINE_DEATHS: Final = 3
-"""A stream that was live at this many ends of its engine is failed: it may be what ends it."""
+"""A stream that the engine was computing at so many of its ends, and that got no token between them, is failed: it is
+what ends it. At the last but one it is run alone before."""
 _DRAIN_CHECK_S: Final = 0.02
+_OWN_ENDS: Final = ("stop", "length")
+"""Reasons for which a choice ends by itself, and so has had its prompt."""
 
 
 class EngineFault(StreamKVError):
@@ -66,6 +82,21 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     """How choices ended under earlier engines; only the gateway can tell a later one."""
     shares_prefix: bool = False
     """As in Submit."""
+    answer_id: str = ""
+    """As each event of its answer has it; so are the three below."""
+    created: int = 0
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    """The text of each choice begins with the prompt."""
+    is_prompt_only: bool = False
+    """No token was asked for, and the one that the engine makes is not shown."""
+    num_prompt_logprobs: int = -1
+    """As in SamplingParams, but only what its client asked for; an echo has some of its own."""
+    tokens_as_ids: bool = False
+    """Log probabilities are told of `token_id:17` instead of a token's text."""
+    parsing: Parsing | None = None
+    """What is to be found in the text; None: nothing, it goes out as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +108,11 @@ class Ending:
     cause: str = ""
     stop_reason: str | int | None = None
     """The stop string or stop id that ended it; None for end-of-sequence and all else."""
+
+    @property
+    def is_only_here(self) -> bool:
+        """The choice goes on, for somebody else who attached to its stream."""
+        return self.finish_reason == "abort" and self.cause == "attached_elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +133,9 @@ class Outlet(Protocol):
     def piece(self, choice: int, text: bytes, token_id: int) -> None:
         """One token's text; goes out at once, alone."""
 
-    def delta(self, choice: int, text: bytes, token_ids: Sequence[int]) -> None:
-        """New text, perhaps empty, and the tokens since the last one. Gathered until `flush`."""
+    def delta(self, choice: int, delta: Delta) -> None:
+        """New text, perhaps empty, the tokens since the last one, and what was asked for of them. Gathered until
+        `flush`."""
 
     def end(self, choice: int, ending: Ending) -> None:
         """The one terminal event of a choice. Gathered until `flush`."""
@@ -111,11 +148,31 @@ class Outlet(Protocol):
 
 
 class _Choice:
-    __slots__ = ("detokenizer", "ending", "finished", "gathered", "index", "num_sent", "token_ids")
+    __slots__ = (
+        "detokenizer",
+        "ending",
+        "finished",
+        "gathered",
+        "index",
+        "is_hidden",
+        "is_open",
+        "logprobs",
+        "num_chars",
+        "num_sent",
+        "token_ids",
+    )
 
-    def __init__(self, index: int, detokenizer: Detokenizer) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, *, is_hidden: bool, is_open: bool, num_chars: int) -> None:
         self.index = index
         self.detokenizer = detokenizer
+        self.is_hidden = is_hidden
+        """Nothing that it generates is shown."""
+        self.is_open = is_open
+        """What is told of its prompt was sent, or there is nothing."""
+        self.num_chars = num_chars
+        """Length of its text so far; only counted where log probabilities are wanted."""
+        self.logprobs = LogprobStore()
+        """Of token_ids, and perhaps of some that are on their way; empty where none are wanted."""
         self.token_ids: list[int] = []
         """All generated tokens, also those behind a stop string: a continuation needs each."""
         self.gathered: list[int] = []
@@ -157,43 +214,57 @@ class Stream:
         stream_id: bytes,
         arrived: float,
         on_end: Callable[["Stream"], None],
-        from_token: int = 0,
+        known: Cursor = FROM_START,
         tenant: str = "",
+        parse: Callable[[Outlet, StreamState], Outlet] | None = None,
     ) -> None:
-        """from_token: the client has each choice's tokens before this one, and is not sent them again. tenant: the
-        name of its owner's API key."""
+        """known: what the client has of a stream that is taken up; the outlet gets every token all the same, and passes
+        over what was told before. tenant: the name of its owner's API key. parse: makes the outlet that goes before the
+        given one where a state wants it."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._json_pieces = tokenizer.vocabulary.json_pieces
         self._outlet = outlet
+        self._parse = parse
         self._on_end = on_end
-        self._from_token = from_token
+        self._known = known
         self._tenant = tenant
         self._stream_id = stream_id
         self._state: StreamState | None = None
         self._prompt: bytes = b""
+        self._echo_text: str | None = None
+        """The prompt as its client wrote it; None: as its tokens are read."""
+        self._prompt_logprobs = LogprobStore()
+        """Of the prompt from its second token on."""
         self.num_prompt = 0
         self.num_cached = 0
+        self.num_inherited = 0
+        """Tokens that were there when it was taken up from the engine."""
         self._choices: list[_Choice] = []
         self._first: _Choice | None = None
         self._takes_pieces = False
         """Choice 0 is past its first token, alone, and holds nothing back: a token's text is its piece."""
+        self._wants_logprobs = False
         self._num_open = 0
         self._stopped: list[int] = []
         """Choices that ended here, by a stop string, and go on in the engine, which has not been told."""
-        self._epochs: set[int] = set()
-        """The engine lives it was submitted to."""
+        self._num_deaths = 0
+        """Ends of the engine since its newest token, at which it was being computed."""
+        self._num_tokens_at_death = -1
         self._is_done = False
         self._reasons_to_pause: set[str] = set()
         self.failure: StreamKVError | None = None
+        self.refusal: InvalidField | None = None
+        """What is wrong with `known`. The stream goes on, and its outlet is told nothing."""
         self.times = StreamTimes(arrived)
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
         """Done with the first token, the answer to an attach, or the end."""
         self.ended: asyncio.Future[None] = loop.create_future()
 
-    def begin(self, state: StreamState, prompt_token_ids: Sequence[int]) -> None:
-        """Submit it."""
+    def begin(self, state: StreamState, prompt_token_ids: Sequence[int], echo_text: str | None = None) -> None:
+        """Submit it. echo_text: what an echo gives back, where that is known better than the ids tell."""
+        self._echo_text = echo_text
         self._take_state(state, pack_ids(prompt_token_ids), prompt_token_ids)
         self._engine.submit(self)
 
@@ -205,22 +276,32 @@ class Stream:
         self._state = state
         self._prompt = prompt
         self.num_prompt = len(prompt_token_ids)
+        if state.echo and self._echo_text is None:
+            self._echo_text = self._tokenizer.decode(prompt_token_ids, state.skip_special_tokens)
+        self._wants_logprobs = state.sampling.logprobs >= 0
+        has_opening = state.echo or state.num_prompt_logprobs >= 0
         self._choices = [
             _Choice(
                 index,
-                Detokenizer(
+                is_hidden=state.is_prompt_only,
+                is_open=not has_opening,
+                num_chars=len(self._echo_text or ""),
+                detokenizer=Detokenizer(
                     self._tokenizer,
                     stop=state.stop,
                     include_stop_str_in_output=state.include_stop_str_in_output,
                     skip_special_tokens=state.skip_special_tokens,
                     min_tokens=state.sampling.min_tokens,
                     prompt_ids=prompt_token_ids,
+                    shown_special_ids=state.parsing.shown_special_ids if state.parsing is not None else (),
                 ),
             )
             for index in range(state.sampling.n)
         ]
         self._first = self._choices[0]
         self._num_open = len(self._choices)
+        if state.parsing is not None and self._parse is not None:
+            self._outlet = self._parse(self._outlet, state)
         self._outlet.begin(self)
 
     # What the wire asks for
@@ -239,12 +320,21 @@ class Stream:
         return self._tenant
 
     @property
-    def from_token(self) -> int:
-        return self._from_token
+    def known(self) -> Cursor:
+        return self._known
 
     @property
     def prompt_token_ids(self) -> list[int]:
         return unpack_ids(self._prompt)
+
+    @property
+    def logprob_forms(self) -> LogprobForms | None:
+        """How its log probabilities are told; None: there are none. Once it has a state."""
+        state = self._state
+        assert state is not None
+        if not self._wants_logprobs and state.num_prompt_logprobs < 0:
+            return None
+        return LogprobForms(self._tokenizer, state.tokens_as_ids)
 
     @property
     def num_known_tokens(self) -> int:
@@ -266,9 +356,7 @@ class Stream:
     def submission(self, request_id: int) -> Submit | None:
         state = self._state
         assert state is not None
-        ready = self._engine.ready
-        self._epochs.add(ready.epoch if ready is not None else 0)
-        if len(self._epochs) > MAX_ENGINE_DEATHS:
+        if self._num_deaths >= MAX_ENGINE_DEATHS:
             self._fail(EngineFault(f"the engine ended {MAX_ENGINE_DEATHS} times while it worked on this request"))
             return None
         has_prior = any(choice.token_ids for choice in self._choices)
@@ -287,9 +375,21 @@ class Stream:
             cache_salt=state.cache_salt,
             label=state.label,
             shares_prefix=state.shares_prefix,
+            prior_logprobs=self._prior_logprobs() if has_prior and self._wants_logprobs else [],
+            runs_alone=self._num_deaths == MAX_ENGINE_DEATHS - 1,
         )
 
+    def _prior_logprobs(self) -> list[TokenLogprobs]:
+        for choice in self._choices:
+            choice.logprobs.cut(len(choice.token_ids))
+        return [choice.logprobs.pack() for choice in self._choices]
+
     # What the wire brings
+
+    def suspected(self) -> None:
+        num_tokens = sum(len(choice.token_ids) for choice in self._choices)
+        self._num_deaths = 1 if num_tokens > self._num_tokens_at_death else self._num_deaths + 1
+        self._num_tokens_at_death = num_tokens
 
     def hit(self, num_cached_tokens: int) -> None:
         self.num_cached = max(self.num_cached, num_cached_tokens)
@@ -306,6 +406,14 @@ class Stream:
                 return
         first.gathered.append(token_id)
         self.flush()
+
+    def logprobs(self, choice: int, values: TokenLogprobs) -> None:
+        if self._wants_logprobs and choice < len(self._choices):
+            self._choices[choice].logprobs.extend(values)
+
+    def prompt_logprobs(self, start: int, values: TokenLogprobs) -> None:
+        self._prompt_logprobs.cut(start - 1)  # after an engine's end they come again
+        self._prompt_logprobs.extend(values)
 
     def push(self, choice: int, token_ids: list[int]) -> None:
         if choice < len(self._choices):
@@ -343,9 +451,10 @@ class Stream:
             state is not None
             and first is not None
             and len(self._choices) == 1
+            and not self._wants_logprobs
+            and not first.is_hidden
             and first.ending is None
             and first.detokenizer.can_take_whole_piece
-            and len(first.token_ids) >= self._from_token
         )
 
     def reject(self, rejected: Rejected) -> None:
@@ -363,6 +472,7 @@ class Stream:
             self._fail(EngineFault(f"the engine refused the request: {message}"))
 
     def attached(self, attached: Attached) -> None:
+        is_new = self._state is None
         if self._state is None:
             try:
                 state = msgspec.msgpack.decode(attached.gateway_state, type=StreamState)
@@ -370,18 +480,63 @@ class Stream:
                 self._engine.abort(self, "cancelled")
                 self._fail(UnknownStream("the stream was begun by a gateway of another version"))
                 return
+            num_tokens = [len(packed) // 4 for packed in attached.token_ids]
+            self.num_inherited = sum(num_tokens)
+            try:
+                self._known.check_choices(state.sampling.n)
+                self._known.check_tokens(num_tokens)
+            except InvalidField as error:
+                self._refuse(error)
             self._take_state(state, attached.prompt_token_ids, unpack_ids(attached.prompt_token_ids))
+        if attached.prompt_logprobs is not None:
+            self.prompt_logprobs(1, attached.prompt_logprobs)
         for index, packed in enumerate(attached.token_ids[: len(self._choices)]):
             choice = self._choices[index]
-            choice.gathered.extend(unpack_ids(packed)[len(choice.token_ids) - attached.from_token :])
+            num_known = len(choice.token_ids) - attached.from_token
+            if self._wants_logprobs and index < len(attached.logprobs):
+                values = attached.logprobs[index]
+                choice.logprobs.cut(len(choice.token_ids))
+                choice.logprobs.extend(values.between(num_known, values.num_tokens))
+            token_ids = unpack_ids(packed)[num_known:]
+            if is_new:
+                token_ids = self._recall(choice, token_ids)
+            choice.gathered += token_ids
         known = {finished.choice: finished for finished in self._state.ended} if self._state is not None else {}
         for finished in attached.finished:
             self.finish(known.get(finished.choice, finished))
         ended_there = {finished.choice for finished in attached.finished}
         self._stopped += [choice.index for choice in self._choices if choice.ending and choice.index not in ended_there]
+        if is_new and self.refusal is None:
+            self._check_ends()
         self.flush()
         if not self.started.done():
             self.started.set_result(None)
+
+    def _recall(self, choice: _Choice, token_ids: list[int]) -> list[int]:
+        """Tell the outlet what its client has, in parts of its own, so that it can pass over it. Returns the rest."""
+        start = 0
+        cuts = self._known.mark(choice.index).cuts if self.refusal is None else ()
+        for cut in cuts:
+            if cut > start:
+                choice.gathered = token_ids[start:cut]
+                self._take_tokens(choice, None)
+                self._outlet.flush()
+                start = cut
+        return token_ids[start:]
+
+    def _check_ends(self) -> None:
+        """Before anything of it goes out: what the client has the end of must have ended."""
+        for choice in self._choices:
+            if choice.gathered:
+                self._take_tokens(choice, None)
+        try:
+            self._known.check_ends([choice.ending is not None for choice in self._choices])
+        except InvalidField as error:
+            self._refuse(error)
+
+    def _refuse(self, error: InvalidField) -> None:
+        self.refusal = error
+        self._outlet = NoOutlet()
 
     def _take_tokens(self, choice: _Choice, finished: Finished | None) -> None:
         """Gathered tokens → one delta, and the choice's end where it has come."""
@@ -391,11 +546,22 @@ class Stream:
         detokenizer = choice.detokenizer
         state = self._state
         assert state is not None
-        num_before = len(choice.token_ids)
+        if not choice.is_open and (gathered or (finished is not None and finished.finish_reason in _OWN_ENDS)):
+            self._open_choice(choice)
+        start = len(choice.token_ids)
         choice.token_ids += gathered
+        if choice.is_hidden:
+            if finished is not None:
+                reason = "length" if finished.finish_reason in _OWN_ENDS else finished.finish_reason
+                self._close_choice(choice, Ending(reason, finished.cause if reason != "length" else ""))
+            return
+        wants_logprobs = self._wants_logprobs
+        offsets: list[int] = []
         texts = []
         ending: Ending | None = None
         for token_id in gathered:
+            if wants_logprobs:
+                offsets.append(choice.num_chars + detokenizer.num_held_chars)
             if (
                 finished is not None
                 and token_id == finished.stop_token_id
@@ -403,10 +569,10 @@ class Stream:
                 and not state.include_stop_str_in_output
             ):
                 break
-            text = detokenizer.push_json(token_id)
-            num_before += 1
-            if num_before > self._from_token:
-                texts.append(text)
+            text = detokenizer.push(token_id)
+            texts.append(json_inside(text) if text else b"")
+            if wants_logprobs:
+                choice.num_chars += len(text)
             if detokenizer.stopped is not None:
                 ending = Ending("stop", "stop_string", detokenizer.stopped)
                 break
@@ -423,13 +589,48 @@ class Stream:
         if ending is not None and finished is None:
             self._stopped.append(choice.index)
         num_shown = _num_shown(choice)
-        token_ids = choice.token_ids[max(choice.num_sent, self._from_token) : num_shown]
+        first = choice.num_sent
+        token_ids = choice.token_ids[first:num_shown]
         choice.num_sent = num_shown
-        text = b"".join(texts)
-        if text or token_ids:
-            self._outlet.delta(choice.index, text, token_ids)
+        joined = b"".join(texts)
+        if joined or token_ids:
+            logprobs: Sequence[TokenLogprob] = ()
+            if wants_logprobs and token_ids:
+                offsets = offsets[first - start :]
+                logprobs = choice.logprobs.of(token_ids, first, state.sampling.logprobs, offsets)
+            self._outlet.delta(choice.index, Delta(joined, token_ids, logprobs))
         if ending is not None:
             self._close_choice(choice, ending)
+
+    def _open_choice(self, choice: _Choice) -> None:
+        """Tell what was asked for of the prompt, before the choice's first token."""
+        choice.is_open = True
+        state = self._state
+        assert state is not None
+        logprobs = self._told_of_prompt(state.sampling.logprobs) if state.echo and self._wants_logprobs else []
+        asked = state.num_prompt_logprobs
+        self._outlet.delta(
+            choice.index,
+            Delta(
+                json_inside(self._echo_text or "") if state.echo else b"",
+                logprobs=logprobs,
+                prompt_logprobs=self._told_of_prompt(asked) if asked >= 0 else None,
+            ),
+        )
+
+    def _told_of_prompt(self, num_top: int) -> list[TokenLogprob]:
+        """The prompt's log probabilities, with where its tokens stand in an echo."""
+        state = self._state
+        assert state is not None
+        prompt = self.prompt_token_ids
+        offsets: list[int] = []
+        if state.echo:
+            detokenizer = Detokenizer(self._tokenizer, skip_special_tokens=state.skip_special_tokens)
+            num_chars, most = 0, len(self._echo_text or "")
+            for token_id in prompt:
+                offsets.append(min(num_chars, most))
+                num_chars += len(detokenizer.push(token_id))
+        return [TokenLogprob(prompt[0], None), *self._prompt_logprobs.of(prompt[1:], 0, num_top, offsets[1:])]
 
     def _close_choice(self, choice: _Choice, ending: Ending) -> None:
         choice.ending = ending
@@ -461,6 +662,17 @@ class Stream:
         if not self._is_done:
             self._engine.release(self)
             self._end_early(Ending("abort", "attached_elsewhere"), "")
+
+    def check_known(self, known: Cursor) -> None:
+        """Whether it has come as far as a client says. Raises InvalidField."""
+        if self._choices:
+            known.check_choices(len(self._choices))
+            known.check_tokens([len(choice.token_ids) for choice in self._choices])
+
+    def let_go(self) -> None:
+        """It ends here, and nobody is told; it goes on in the engine, and somebody may attach to it."""
+        self._outlet = NoOutlet()
+        self.hand_over()
 
     def _end_early(self, ending: Ending, cause: str) -> None:
         if self._is_done:
@@ -526,6 +738,8 @@ class Stream:
 
 
 def _num_shown(choice: _Choice) -> int:
+    if choice.is_hidden:
+        return 0
     num_tokens = len(choice.token_ids)
     if choice.detokenizer.stopped is not None:
         return min(choice.detokenizer.num_tokens_shown, num_tokens)
@@ -542,7 +756,7 @@ class NoOutlet:
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None: ...
 
-    def delta(self, choice: int, text: bytes, token_ids: Sequence[int]) -> None: ...
+    def delta(self, choice: int, delta: Delta) -> None: ...
 
     def end(self, choice: int, ending: Ending) -> None: ...
 

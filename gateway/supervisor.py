@@ -1,7 +1,8 @@
-"""Owns the engine's process: starts it, starts it again with back-off when it ends, and stops it.
+"""Owns a child process, the engine or one of several gateways: starts it, starts it again with back-off when it ends,
+and stops it.
 
-The engine ends with its parent (it watches for that, `engine/__main__.py`), so a gateway that is killed leaves no
-engine behind.
+Either ends with its parent (`engine/__main__.py` watches for that, and a gateway's link to it breaks), so a parent that
+is killed leaves nobody behind.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from streamkv.errors import StreamKVError
 from streamkv.log import fields
@@ -29,28 +30,47 @@ EXIT_USAGE: Final = 2
 """The engine's exit code for settings or a model that no restart can mend."""
 
 
-class EngineFailed(StreamKVError):
-    """The engine cannot run; `exit_code` is what this process should end with."""
+class ChildFailed(StreamKVError):
+    """The child cannot run; `exit_code` is what this process should end with."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
 
+class Watch(Protocol):
+    """Looks whether a child makes progress (engine_watch.EngineWatch)."""
+
+    async def until_hung(self, on_ready: Callable[[], None]) -> str:
+        """Watch one life of the child, from its start. Returns why it counts as hung, if it ever does."""
+        ...
+
+
 class Supervisor:
-    """Runs one child at a time. `run` is the task to keep; it ends by cancellation, or with EngineFailed."""
+    """Runs one child at a time. `run` is the task to keep; it ends by cancellation, or with ChildFailed."""
 
     def __init__(
-        self, command: Sequence[str], *, stop_grace_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "engine",
+        watch: "Watch | None" = None,
+        stop_grace_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """command: the child's argument list. stop_grace_s: from SIGTERM to SIGKILL."""
+        """command: the child's argument list. name: for messages. watch: tells when it hangs; None: only its end is
+        seen. stop_grace_s: from SIGTERM to SIGKILL."""
         self._command = list(command)
+        self._name = name
+        self._watch = watch
         self._stop_grace_s = stop_grace_s
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
         self._was_ready = False
         self._ready_at = 0.0
         self.num_restarts = 0
+        self.num_hangs = 0
+        """Of the restarts, those of a child that lived and made no progress."""
 
     @property
     def pid(self) -> int | None:
@@ -65,7 +85,7 @@ class Supervisor:
             self._ready_at = self._clock()
 
     async def run(self) -> None:
-        """Keep a child running. Raises EngineFailed when it ends with EXIT_USAGE before it was ready, or has failed
+        """Keep a child running. Raises ChildFailed when it ends with EXIT_USAGE before it was ready, or has failed
         to start MAX_FAILED_STARTS times in a row. When cancelled, the child has ended before this returns."""
         num_failed = 0
         backoff_s = FIRST_BACKOFF_S
@@ -79,10 +99,12 @@ class Supervisor:
             else:
                 num_failed += 1
                 if code == EXIT_USAGE:
-                    raise EngineFailed("the engine refused its settings or its model; see its message above", code)
+                    raise ChildFailed(
+                        f"the {self._name} refused its settings or its model; see its message above", code
+                    )
                 if num_failed >= MAX_FAILED_STARTS:
-                    raise EngineFailed(f"the engine failed to start {num_failed} times ({describe_exit(code)})", 1)
-            logger.error("engine ended", extra=fields(exit=describe_exit(code), restart_in_s=backoff_s))
+                    raise ChildFailed(f"the {self._name} failed to start {num_failed} times ({describe_exit(code)})", 1)
+            logger.error(f"{self._name} ended", extra=fields(exit=describe_exit(code), restart_in_s=backoff_s))
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             self.num_restarts += 1
@@ -96,11 +118,23 @@ class Supervisor:
             env={**os.environ, "STREAMKV_EXIT_WITH_PARENT": "1"},
         )
         self._process = process
-        logger.info("engine started", extra=fields(pid=process.pid))
+        logger.info(f"{self._name} started", extra=fields(pid=process.pid))
+        watching = asyncio.create_task(self._kill_when_hung(process)) if self._watch is not None else None
         try:
             return await process.wait()
         finally:
+            if watching is not None:
+                watching.cancel()
             await asyncio.shield(self._stop(process))
+
+    async def _kill_when_hung(self, process: asyncio.subprocess.Process) -> None:
+        """SIGKILL: what hangs may not come to handle anything else, and is started again when it is gone."""
+        assert self._watch is not None
+        reason = await self._watch.until_hung(self.note_ready)
+        self.num_hangs += 1
+        logger.error(f"{self._name} hangs; killed", extra=fields(pid=process.pid, reason=reason))
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         """SIGTERM, then SIGKILL; returns when the child is gone."""
@@ -112,10 +146,21 @@ class Supervisor:
             async with asyncio.timeout(self._stop_grace_s):
                 await process.wait()
         except TimeoutError:
-            logger.warning("engine did not stop in time; killed", extra=fields(pid=process.pid))
+            logger.warning(f"{self._name} did not stop in time; killed", extra=fields(pid=process.pid))
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+    async def end(self, running: "asyncio.Task[None]", at_once: asyncio.Event) -> None:
+        """Stop the child and the task of `run`; when `at_once` is set meanwhile, or before, by SIGKILL."""
+        running.cancel()
+        impatient = asyncio.create_task(at_once.wait())
+        await asyncio.wait({running, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        impatient.cancel()
+        if not running.done():
+            self.kill()
+        with contextlib.suppress(asyncio.CancelledError, StreamKVError):
+            await running
 
     def kill(self) -> None:
         """SIGKILL at once, for a second signal from an impatient user."""

@@ -15,8 +15,8 @@ import msgspec
 import tokenizers
 
 from gateway.chat_template import AddedToken, ChatMessage, ChatTemplate
-from gateway.gguf_vocabulary import read_gguf_vocabulary
 from streamkv.errors import InvalidField, ModelError
+from streamkv.gguf_vocabulary import read_gguf_vocabulary
 from streamkv.model_files import ModelFiles
 
 INLINE_CHARS: Final = 2048
@@ -58,12 +58,24 @@ class Vocabulary:
             self.is_special[token_id] = 1
         for token_id in byte_ids:
             self.is_byte[token_id] = 1
+        self._skipped: dict[tuple[bool, tuple[int, ...]], bytearray] = {(True, ()): self.is_special}
         self.json_pieces: list[bytes | None] = [None] * self.size
         """The piece as the inside of a JSON string, where that is whole characters; None: ask the detokenizer."""
         if style != "window":
             for token_id, piece in enumerate(pieces):
                 if not self.is_special[token_id] and not self.is_byte[token_id]:
                     self.json_pieces[token_id] = _to_json_piece(piece)
+
+    def skipped(self, skip_special_tokens: bool, shown_special_ids: tuple[int, ...]) -> bytearray:
+        """1 for each id that is no text of an answer. Not to be changed: all streams that ask alike share it."""
+        key = (skip_special_tokens, shown_special_ids)
+        found = self._skipped.get(key)
+        if found is None:
+            found = bytearray(self.is_special) if skip_special_tokens else bytearray(self.size)
+            for token_id in shown_special_ids:
+                found[token_id] = 0
+            self._skipped[key] = found
+        return found
 
 
 def json_inside(text: str) -> bytes:
@@ -88,10 +100,12 @@ class Tokenizer:
         named_tokens: Mapping[str, str],
         eos_token_ids: Sequence[int],
         chat_template: str,
+        tool_template: str = "",
         min_vocab_size: int = 0,
     ) -> None:
         """parsing: finds special tokens in text; taken over. named_tokens: bos_token and the like, as texts.
-        chat_template: empty for a model without one. min_vocab_size: how many ids the model can sample."""
+        chat_template: empty for a model without one. tool_template: one of its own for chats with tools; empty: the
+        same. min_vocab_size: how many ids the model can sample."""
         parsing.no_truncation()
         parsing.no_padding()
         added = parsing.get_added_tokens_decoder()
@@ -108,9 +122,13 @@ class Tokenizer:
             AddedToken(token.content, token_id, token.special, token.lstrip, token.rstrip)
             for token_id, token in added.items()
         ]
+        self.added_tokens: Sequence[AddedToken] = tokens
         self._template = ChatTemplate(chat_template, tokens, named_tokens) if chat_template else None
+        self._tool_template = ChatTemplate(tool_template, tokens, named_tokens) if tool_template else self._template
         special_ids = [token.token_id for token in tokens if token.is_special]
-        structural_ids = self._template.structural_ids if self._template else frozenset(special_ids)
+        structural_ids = frozenset(special_ids).union(
+            *(template.structural_ids for template in (self._template, self._tool_template) if template is not None)
+        )
         self._parsing = parsing
         self._literal = _make_literal(facts, structural_ids)
         later = _without_prefix(facts)
@@ -151,11 +169,13 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         named_tokens = _read_named_tokens(_read_json(folder / "special_tokens_map.json") | config)
         model_config = _read_json(folder / "config.json")
+        default, for_tools = _read_chat_templates(folder, config) if template is None else (template, "")
         return cls(
             parsing,
             named_tokens=named_tokens,
             eos_token_ids=_read_eos_ids(folder, model_config, named_tokens, parsing),
-            chat_template=_read_chat_template(folder, config) if template is None else template,
+            chat_template=default,
+            tool_template=for_tools,
             min_vocab_size=_read_vocab_size(model_config),
         )
 
@@ -167,6 +187,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the template for chats with tools; empty for a model without one."""
+        return self._tool_template.source if self._tool_template is not None else ""
 
     def encode(
         self, text: str, field: str = "prompt", *, add_special_tokens: bool = True, max_tokens: int = 0
@@ -193,20 +218,22 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
         max_tokens: int = 0,
     ) -> list[int]:
         """A chat's ids: the template's special tokens, and between them its text and the messages' in one piece.
 
         Text in a message never becomes a special token (`chat_template` says how). max_tokens: as in encode.
-        Raises InvalidField for `messages`, `chat_template_kwargs` or `continue_final_message`.
+        Raises InvalidField for `messages`, `tools`, `chat_template_kwargs` or `continue_final_message`.
         """
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise InvalidField("messages", "this model has no chat template; use /v1/completions or --chat-template")
         for index, message in enumerate(messages):
             self._check_text(message.content, f"messages[{index}].content")
             self._check_text(message.name, f"messages[{index}].name")
             self._check_length(message.content, f"messages[{index}].content", max_tokens)
-        parts = self._template.render(messages, add_generation_prompt, continue_final_message, template_kwargs or {})
+        parts = template.render(messages, add_generation_prompt, continue_final_message, template_kwargs or {}, tools)
         ids: list[int] = []
         for part in parts:
             if isinstance(part, AddedToken):
@@ -236,6 +263,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] = (),
         max_tokens: int = 0,
     ) -> list[int]:
         """As encode_chat; a long chat is encoded on a thread."""
@@ -245,9 +273,12 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
+            tools=tools,
             max_tokens=max_tokens,
         )
-        return await self._run(call, sum(len(message.content) + 32 for message in messages))
+        num_chars = sum(len(message.content) + len(message.reasoning) + 32 for message in messages)
+        has_objects = bool(tools) or any(message.tool_calls for message in messages)
+        return await self._run(call, num_chars + has_objects * INLINE_CHARS)
 
     async def _run(self, call: Callable[[], list[int]], num_chars: int) -> list[int]:
         if num_chars <= INLINE_CHARS:
@@ -458,18 +489,20 @@ def _read_vocab_size(model_config: Mapping[str, object]) -> int:
     return 0
 
 
-def _read_chat_template(folder: Path, config: Mapping[str, object]) -> str:
-    """From chat_template.jinja, chat_template.json or the tokenizer's configuration; of named ones `default`."""
+def _read_chat_templates(folder: Path, config: Mapping[str, object]) -> tuple[str, str]:
+    """From chat_template.jinja, chat_template.json or the tokenizer's configuration: `default`, and `tool_use` where
+    there is one of that name."""
     if (folder / "chat_template.jinja").is_file():
-        return _read_text(folder / "chat_template.jinja")
+        for_tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        return _read_text(folder / "chat_template.jinja"), _read_text(for_tools) if for_tools.is_file() else ""
     for source in (_read_json(folder / "chat_template.json"), config):
         value = source.get("chat_template")
         if isinstance(value, str):
-            return value
+            return value, ""
         if isinstance(value, list):
             named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-            default = named.get("default")
+            default, tool_use = named.get("default"), named.get("tool_use")
             if not isinstance(default, str):
                 raise ModelError(f"{folder} has chat templates {sorted(map(str, named))}, but none named 'default'")
-            return default
-    return ""
+            return default, tool_use if isinstance(tool_use, str) else ""
+    return "", ""

@@ -1,4 +1,4 @@
-"""The command line: `streamkv serve | engine | gateway | chat | bench | simulate | fetch | keygen`.
+"""The command line: `streamkv serve | engine | gateway | chat | bench | simulate | health | fetch | keygen`.
 
 Starts each part by its module's name and imports none of them, so that help and a wrong setting cost no
 second of loading.
@@ -23,9 +23,13 @@ COMMANDS: Final = {
     "chat": "talk to a model in the terminal; works with any OpenAI-compatible server",
     "bench": "load any OpenAI-compatible server with a workload or a recorded trace, and report its latency",
     "simulate": "the scheduler and KV memory on a simulated device: a workload's figures, or random faults from a seed",
+    "health": "whether a server takes work, as an exit status",
     "fetch": "download a model ahead of the first start",
     "keygen": "make the key pair that an engine or a gateway needs for tcp between machines",
 }
+
+SUPERVISE: Final = "--supervise"
+"""streamkv engine: as the child of a supervisor, which starts it again when it ends or hangs."""
 
 USAGE: Final = f"""\
 StreamKV {VERSION}: streams a language model to many clients, from one GPU or a CPU.
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("serve", "engine", "gateway"):
         if not {"-h", "--help"}.isdisjoint(flags):
             print(f"streamkv {command}: {COMMANDS[command]}\n")
+            if command == "engine":
+                print(f"  {SUPERVISE}   start it again when it ends or hangs (the first process of a container)\n")
         try:
             module, flags = _start(command, flags)
         except ConfigError as error:
@@ -81,7 +87,10 @@ def _start(command: str, flags: Sequence[str]) -> tuple[str, list[str]]:
         engine, gateway = load_both(flags, os.environ)
         return "gateway", [*to_argv(gateway), "--with-engine", *to_argv(engine)]
     if command == "engine":
-        load(EngineConfig, flags, os.environ)
+        words = [flag for flag in flags if flag != SUPERVISE]
+        load(EngineConfig, words, os.environ)
+        if words != list(flags):
+            return "gateway.supervised_engine", words
     else:
         load(GatewayConfig, flags, os.environ)
     return command, list(flags)

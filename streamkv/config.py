@@ -18,7 +18,10 @@ from streamkv.settings import Kind, Rule, Value, check, choose, settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
+ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+AccessLogForm = Literal["off", "text", "json"]
 
 MODEL, WIRE, MEMORY, SCHEDULING, HTTP, ACCESS, STREAMS, OTHER = (
     "Model",
@@ -151,8 +154,27 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: Annotated[str, Rule(MODEL, "as the engine's: the gateway takes the tokenizer from it")] = "default"
     served_model_name: Annotated[str, Rule(MODEL, "name that clients see; empty: taken from the model")] = ""
     chat_template: Annotated[str, Rule(MODEL, "file with a Jinja chat template instead of the model's")] = ""
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Rule(
+            MODEL,
+            "how the model writes calls of functions; auto: as its chat template and special tokens say, none: calls "
+            "are not looked for",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Rule(
+            MODEL,
+            "how the model marks what it thinks before it answers; think: <think>…</think>, auto: as its chat template "
+            "and tokens say, none: it is part of the answer",
+        ),
+    ] = "auto"
     host: Annotated[str, Rule(HTTP, "address to listen on; 0.0.0.0: all")] = "127.0.0.1"
     port: Annotated[int, Rule(HTTP, "port to listen on; 0: any free one", ge=0, le=65535)] = 8000
+    gateway_workers: Annotated[
+        int, Rule(HTTP, "gateway processes that share the port and the engine, for more than one core", ge=1, le=64)
+    ] = 1
     max_body_bytes: Annotated[int, Rule(HTTP, "largest request body", ge=1024, le=2**31 - 1)] = 8 * MIB
     startup_wait_s: Annotated[
         float, Rule(STREAMS, "how long a request waits for the engine to be ready before 503", ge=0, le=86400)
@@ -188,9 +210,30 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Rule(
             ACCESS,
-            "other origins whose web pages may open a WebSocket, as https://example.org, with spaces between; *: all",
+            "other origins whose web pages may use this server, as https://example.org, with spaces between; *: all",
         ),
     ] = ""
+    requests_per_minute: Annotated[
+        int,
+        Rule(
+            ACCESS, "requests per minute of each API key whose entry says nothing else; 0: no limit", ge=0, le=2**31 - 1
+        ),
+    ] = 0
+    tokens_per_minute: Annotated[
+        int,
+        Rule(ACCESS, "the same for tokens, of prompts and answers together; 0: no limit", ge=0, le=2**31 - 1),
+    ] = 0
+    max_concurrent: Annotated[
+        int,
+        Rule(ACCESS, "requests at once of each API key whose entry says nothing else; 0: no limit", ge=0, le=2**31 - 1),
+    ] = 0
+    access_log: Annotated[
+        AccessLogForm,
+        Rule(OTHER, "a line for each request: none, as text among the log lines on stderr, or as JSON on stdout"),
+    ] = "off"
+    tracing: Annotated[
+        bool, Rule(OTHER, "send OpenTelemetry traces; also on when OTEL_EXPORTER_OTLP_ENDPOINT is set")
+    ] = False
 
     def __post_init__(self) -> None:
         check(self)

@@ -38,6 +38,25 @@ def unpack_ids(data: bytes) -> list[int]:
     return ids.tolist()
 
 
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Numbers → packed little-endian float32; what is beyond its range becomes an infinity."""
+    packed = array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """Packed little-endian float32 → numbers. Raises WireDecodeError for a length that is no multiple of 4."""
+    if len(data) % 4:
+        raise WireDecodeError(f"packed numbers must come in groups of 4 bytes, got {len(data)} bytes")
+    values = array("f")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
 class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """Natural log probabilities of consecutive tokens of one choice, or of a prompt, as packed arrays.
 
@@ -50,6 +69,25 @@ class TokenLogprobs(msgspec.Struct, array_like=True, frozen=True):
     """int32 per token and place; k may be 0."""
     top_logprobs: bytes = b""
     """float32 per token and place."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chosen) // 4
+
+    @property
+    def num_top(self) -> int:
+        """Places per token: k."""
+        return len(self.top_ids) // len(self.chosen) if self.chosen else 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.chosen) + len(self.top_ids) + len(self.top_logprobs)
+
+    def between(self, start: int, end: int) -> "TokenLogprobs":
+        """Those of tokens [start, end); indices as in a slice, but not negative."""
+        num_top = self.num_top
+        first, last = 4 * start * num_top, 4 * end * num_top
+        return TokenLogprobs(self.chosen[4 * start : 4 * end], self.top_ids[first:last], self.top_logprobs[first:last])
 
 
 # Gateway → engine
@@ -112,6 +150,8 @@ class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
     it only by the tenant's own."""
     prior_logprobs: list[TokenLogprobs] = []
     """Continuation: those of prior_token_ids, per choice, where sampling.logprobs asks for them. Kept for Attach."""
+    runs_alone: bool = False
+    """It may be what ends the engine: until its first token nothing else is computed."""
 
 
 class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -160,6 +200,13 @@ class Drain(msgspec.Struct, tag=9, array_like=True, frozen=True):
     limit_s: float
 
 
+class GetSnapshot(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """Ask what every block and every sequence is doing. Answered by Snapshot, which is made anew at most four times a
+    second, whoever asks."""
+
+    query_id: int
+
+
 # Engine → gateway
 
 
@@ -187,6 +234,8 @@ class Ready(msgspec.Struct, tag=32, array_like=True, frozen=True):
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    suspects: list[bytes] = []
+    """stream_ids that the engine before this one computed when it ended, if nobody had asked it to: each may be why."""
 
 
 class Loading(msgspec.Struct, tag=33, array_like=True, frozen=True):
@@ -302,6 +351,59 @@ class Stats(msgspec.Struct, tag=37, array_like=True, frozen=True):
     histograms: dict[str, Histogram] = {}
 
 
+class SequenceSnapshot(msgspec.Struct, array_like=True, frozen=True):
+    """A sequence with blocks. It has no text, and not whose it is: whoever may see the figures sees it."""
+
+    sequence_id: int
+    """Unique in the engine's epoch."""
+    state: str
+    """running, waiting, paused, finished (its last step is on its way)."""
+    num_prompt: int
+    num_tokens: int
+    """All of them, prompt and output."""
+    num_computed: int
+    """Those whose KV is written, from the first on."""
+    num_cached_tokens: int
+    """Those of the prompt whose KV was found."""
+    num_preemptions: int
+    block_table: bytes = b""
+    """int32, logical block → block; empty in a pool too large to be shown."""
+
+
+class StepRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What one step computed."""
+
+    step: int
+    ended_s: float
+    """On the engine's clock, as Snapshot.time_s."""
+    step_s: float
+    num_prefill_tokens: int
+    num_prefills: int
+    """Sequences with a part of their prompt in it."""
+    num_decodes: int
+    num_preempted: int = 0
+    """Sequences that lost their blocks for it."""
+
+
+class Snapshot(msgspec.Struct, tag=39, array_like=True, frozen=True):
+    """The answer to GetSnapshot: KV memory block by block, and the newest steps."""
+
+    query_id: int
+    time_s: float
+    """On the engine's clock."""
+    block_states: bytes
+    """One byte per block, block 0 included: 0 reserved, 1 free, 2 cached, 3 owned, 4 shared (owned by several), 5 in
+    transfer. Empty in a pool too large to be shown."""
+    sequences: list[SequenceSnapshot]
+    steps: list[StepRecord]
+    """Oldest first."""
+    gauges: dict[str, float] = {}
+    """As in Stats, those that cost nothing."""
+    counters: dict[str, float] = {}
+    quantiles: dict[str, list[float]] = {}
+    """Seconds at 50, 90 and 99 % of the newest requests' queue, first_token and e2e; no entry before the first."""
+
+
 class WireError(msgspec.Struct, tag=38, array_like=True, frozen=True):
     """A message was dropped, and why. Codes: undecodable, wire_version, hello_first, not_ready."""
 
@@ -311,8 +413,8 @@ class WireError(msgspec.Struct, tag=38, array_like=True, frozen=True):
     """The request that the dropped message was about, where that is known."""
 
 
-GatewayMessage = Hello | Heartbeat | Submit | Abort | Pause | Resume | Attach | GetStats | Drain
-EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Heartbeat | WireError
+GatewayMessage = Hello | Heartbeat | Submit | Abort | Pause | Resume | Attach | GetStats | Drain | GetSnapshot
+EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Snapshot | Heartbeat | WireError
 
 _REQUEST_TAGS: Final = frozenset({3, 4, 5, 6, 7})
 """Submit, Abort, Pause, Resume, Attach: their first field is the request id."""
@@ -355,7 +457,12 @@ def peek_request_id(frame: bytes | memoryview) -> int:
 
 
 def pack_rows(
-    rows: Sequence[tuple[int, int, Sequence[int]]], step: int, finished: list[Finished], hits: Sequence[int] = ()
+    rows: Sequence[tuple[int, int, Sequence[int]]],
+    step: int,
+    finished: list[Finished],
+    hits: Sequence[int] = (),
+    logprobs: list[RowLogprobs] | None = None,
+    prompt_logprobs: list[PromptLogprobs] | None = None,
 ) -> StepOutput:
     """Rows of (request_id, choice, new token ids) → StepOutput in its shortest form. hits: its pairs, unpacked."""
     ids = array("i")
@@ -373,4 +480,6 @@ def pack_rows(
         choices=b"" if no_choices else pack_ids(choice for _, choice, _ in rows),
         finished=finished,
         hits=pack_ids(hits),
+        logprobs=logprobs or [],
+        prompt_logprobs=prompt_logprobs or [],
     )

@@ -172,11 +172,14 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
                     raise InvalidField(field, "cannot be used with beam search; leave it out")
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether the draw depends on which tokens came before, and not only on what the model makes of them."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether a penalty or a bias stands between the model's logits and the draw."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-        )
+        return self.has_penalties or bool(self.logit_bias)
 
     @property
     def num_sequences(self) -> int:

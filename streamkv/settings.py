@@ -21,8 +21,17 @@ Value = str | int | float | bool
 Kind = type[msgspec.Struct]
 
 ENV_PREFIX = "STREAMKV_"
-OTHER_VARIABLES = frozenset({"STREAMKV_CONFIG", "STREAMKV_CACHE", "STREAMKV_API_KEY", "STREAMKV_EXIT_WITH_PARENT"})
-"""Variables of ours that are no setting: the file, the cache folder, our clients' key, and what a supervisor tells."""
+OTHER_VARIABLES = frozenset(
+    {
+        "STREAMKV_CONFIG",
+        "STREAMKV_CACHE",
+        "STREAMKV_API_KEY",
+        "STREAMKV_API_KEYS",
+        "STREAMKV_EXIT_WITH_PARENT",
+    }
+)
+"""Variables of ours that are no setting: the file, the cache folder, our clients' key, a gateway's keys, and what a
+supervisor tells."""
 
 
 class Rule(NamedTuple):

@@ -70,6 +70,15 @@ def default_endpoint(name: str = "engine") -> str:
     return endpoint
 
 
+def flight_record_path(endpoint: str) -> str:
+    """The file in which the engine at an endpoint leaves what it computes (engine/flight_record.py): beside an ipc
+    socket; for tcp, which has a port, in the folder of this user. Raises ConfigError."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "ipc":
+        address = default_endpoint(f"tcp-{address.rpartition(':')[2]}").removeprefix("ipc://")
+    return address + ".flight"
+
+
 def _is_private_folder(folder: Path) -> bool:
     try:
         status = folder.lstat()

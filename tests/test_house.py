@@ -19,16 +19,17 @@ FLOORS: Mapping[str, list[set[str]]] = {
     "engine": [
         {"__main__"},
         {"loop", "simulation"},
-        {"requests", "figures"},
+        {"requests", "snapshot"},
+        {"figures"},
         {"execution", "scheduling"},
         {"models", "kv", "publisher", "inbox", "intake", "loading", "executor"},
-        {"layers", "plan", "sequence", "stats", "memory", "transfer"},
+        {"layers", "plan", "sequence", "stats", "memory", "transfer", "kept_logprobs", "flight_record", "quarantine"},
         {"kernels", "batch"},
     ],
     "gateway": [
         {"__main__"},
-        {"app"},
-        {"routes"},
+        {"app", "crew", "supervised_engine"},
+        {"routes", "middlewares"},
         {"keys"},
         {"generation", "supervisor", "errors"},
         {"*"},
@@ -38,7 +39,10 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"cli", "tools"},
         {"client"},
         {"config"},
-        {"settings", "model_files", "gguf_header", "transport", "log", "protocol", "sampling", "errors", "lengths"},
+        {
+            *{"settings", "model_files", "gguf_header", "gguf_vocabulary", "transport", "log", "protocol", "sampling"},
+            *{"errors", "lengths"},
+        },
     ],
 }
 FORBIDDEN_LIBRARIES: Mapping[str, set[str]] = {

@@ -1,11 +1,13 @@
 """What the executor remembers of its sequences, and StepPlan → ForwardBatch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.batch import ForwardBatch
-from engine.execution.sampler import SampledRow
+from engine.execution.penalties import LogitChanges
+from engine.execution.sampler import NO_TOKEN, SampledRow
 from engine.plan import NewSequence, ScheduledSequence, StepPlan
 
 
@@ -15,6 +17,19 @@ class SequenceRecord:
 
     facts: NewSequence
     block_table: list[int] = field(default_factory=list)
+    changes: LogitChanges | None = None
+    """Of a sequence with biases or penalties. Outlives a preemption."""
+    num_prompt_told: int = 1
+    """Index of the prompt's first token whose log probabilities are still to be told, where they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Tokens [start, end) of a sequence's prompt, which are told of by the logits of those before them."""
+
+    facts: NewSequence
+    start: int
+    end: int
 
 
 class SequenceRecords:
@@ -34,7 +49,8 @@ class SequenceRecords:
         for sequence_id in plan.preempted_sequence_ids:
             self._records[sequence_id].block_table.clear()
         for facts in plan.new_sequences:
-            self._records[facts.sequence_id] = SequenceRecord(facts)
+            changes = LogitChanges(facts) if facts.sampling.changes_logits else None
+            self._records[facts.sequence_id] = SequenceRecord(facts, changes=changes)
         for entry in plan.scheduled:
             self._records[entry.sequence_id].block_table.extend(entry.new_block_ids)
 
@@ -44,14 +60,39 @@ class SequenceRecords:
     def sampled_rows(self, plan: StepPlan) -> list[SampledRow]:
         """One for each entry that samples, in the plan's order, which is also that of ForwardBatch.sample_rows."""
         return [
-            SampledRow(self._records[entry.sequence_id].facts, entry.start + entry.num_tokens)
+            SampledRow(record.facts, entry.start + entry.num_tokens, record.changes)
             for entry in plan.scheduled
             if entry.samples
+            for record in [self._records[entry.sequence_id]]
         ]
 
+    def prompt_chunks(self, plan: StepPlan) -> list[PromptChunk]:
+        """What this plan's chunks tell of prompts, in its order; each token once. Once per plan."""
+        chunks: list[PromptChunk] = []
+        for entry in plan.scheduled:
+            record = self._records[entry.sequence_id]
+            facts = record.facts
+            if not facts.tells_prompt:
+                continue
+            start = max(entry.start + 1, record.num_prompt_told)
+            end = min(entry.start + entry.num_tokens + 1, facts.num_prompt)
+            if start < end:
+                chunks.append(PromptChunk(facts, start, end))
+                record.num_prompt_told = end
+        return chunks
 
-def make_batch(plan: StepPlan, records: SequenceRecords, block_size: int) -> ForwardBatch:
-    """Pack the plan's tokens flat. `records` must have applied the plan.
+
+def remember_tokens(rows: list[SampledRow], token_ids: list[int]) -> None:
+    """What was sampled counts for the penalties of the next step. Once for each step, in launch order."""
+    for row, token_id in zip(rows, token_ids, strict=True):
+        if row.changes is not None and token_id != NO_TOKEN:
+            row.changes.append(token_id)
+
+
+def make_batch(
+    plan: StepPlan, records: SequenceRecords, block_size: int, prompt_chunks: Sequence[PromptChunk] = ()
+) -> ForwardBatch:
+    """Pack the plan's tokens flat. `records` must have applied the plan. prompt_chunks: those of the plan.
 
     Entries with one token come first, as ForwardBatch asks; otherwise the plan's order stays.
     Raises ValueError for an entry without its token ids, or whose blocks do not hold its tokens.
@@ -78,6 +119,16 @@ def make_batch(plan: StepPlan, records: SequenceRecords, block_size: int) -> For
         seq_lens.append(end)
         block_tables.append(table)
         last_rows[i] = len(token_ids) - 1
+    prompt_rows: list[int] = []
+    if prompt_chunks:
+        row_of = {
+            scheduled[i].sequence_id: (query_start_loc[place], scheduled[i].start) for place, i in enumerate(order)
+        }
+        for chunk in prompt_chunks:
+            first_row, first_position = row_of[chunk.facts.sequence_id]
+            prompt_rows += range(
+                first_row + chunk.start - 1 - first_position, first_row + chunk.end - 1 - first_position
+            )
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
@@ -89,6 +140,7 @@ def make_batch(plan: StepPlan, records: SequenceRecords, block_size: int) -> For
         sample_rows=torch.tensor(
             [row for row, entry in zip(last_rows, scheduled, strict=True) if entry.samples], dtype=torch.int64
         ),
+        prompt_rows=torch.tensor(prompt_rows, dtype=torch.int64) if prompt_rows else None,
     )
 
 

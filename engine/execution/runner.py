@@ -11,12 +11,15 @@ from pathlib import Path
 import torch
 
 from engine.execution.disk_store import DiskStore
-from engine.execution.inputs import SequenceRecords, make_batch
+from engine.execution.grammar import GrammarCompiler, SequenceGrammars, read_tokenizer
+from engine.execution.inputs import PromptChunk, SequenceRecords, make_batch, remember_tokens
 from engine.execution.kv_cache import CACHE_DTYPE, GIB, KvCache, bytes_per_block, size_host, size_pool
+from engine.execution.logprobs import logprobs_of
 from engine.execution.offload import DISK_KINDS, CpuBlockCopier, Offload, allocate_host_memory
 from engine.execution.sampler import sample_step
 from engine.execution.warm_up import WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
+from engine.kept_logprobs import KeptLogprobs
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -27,6 +30,7 @@ from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
 from streamkv.protocol import ModelFacts
+from streamkv.sampling import Grammar
 
 _LONGEST_STEP_S = 0.7
 """What a full step should take when the token budget is ours to choose: streams that run beside it wait so long for
@@ -34,6 +38,8 @@ their next token. Attention over long contexts comes on top, so it stays under a
 _BUDGET_UNIT = 32
 _SMALLEST_BUDGET = 128
 _LARGEST_BUDGET = 8192
+_LOGITS_BYTES = 64 * 1024 * 1024
+"""Of a prompt's logits that are there at once: of all of a long one they would be gigabytes."""
 
 
 class CpuLaunch:
@@ -86,6 +92,8 @@ class CpuRunner:
         self._store: DiskStore | None = None
         self._offload: Offload | None = None
         self._records = SequenceRecords()
+        self._compiler: GrammarCompiler | None = None
+        self._grammars: SequenceGrammars | None = None
         self._num_threads = config.threads or default_num_threads()
 
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
@@ -111,6 +119,10 @@ class CpuRunner:
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
         self._model, _ = load_model(files, dtype, report)
+        self._compiler = GrammarCompiler(
+            partial(read_tokenizer, files, model_config.vocab_size, model_config.eos_token_ids)
+        )
+        self._grammars = SequenceGrammars(self._compiler, model_config.vocab_size, max(1, self._num_threads // 2))
         available_bytes = available_memory_bytes()
         pool = size_pool(config, model_config, available_bytes)
         self._cache = KvCache(model_config, pool.num_blocks, config.block_size)
@@ -193,12 +205,23 @@ class CpuRunner:
         """As Executor.finished_transfers."""
         return [] if self._offload is None else self._offload.take_finished()
 
+    def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
+        """As Executor.compile_grammar."""
+        assert self._compiler is not None, "load comes first"
+        compiled = self._compiler.compile(grammar)
+        compiled.add_done_callback(lambda _: on_done())
+        return compiled
+
     def close(self) -> None:
         """As Executor.close. Waits for the step that is being computed and for the block that is being copied."""
         if self._worker is not None:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
+        if self._compiler is not None and self._grammars is not None:
+            self._compiler.close()
+            self._grammars.close()
+            self._compiler = self._grammars = None
         has_ended = self._offload is None or self._offload.close()
         self._offload = None
         if self._store is not None and has_ended:
@@ -214,14 +237,36 @@ class CpuRunner:
                 work()
 
     def _step(self, plan: StepPlan) -> StepTokens:
-        assert self._model is not None and self._cache is not None
+        assert self._model is not None and self._cache is not None and self._grammars is not None
         self._records.apply(plan)
+        self._grammars.apply(plan)
         self._cache.copy_blocks(plan.block_copies)
         if not plan.scheduled:
             return StepTokens([])
-        batch = make_batch(plan, self._records, self._config.block_size)
-        logits = self._model.forward(batch, self._cache.layers)
-        return sample_step(logits, self._records.sampled_rows(plan))
+        prompt_chunks = self._records.prompt_chunks(plan)
+        batch = make_batch(plan, self._records, self._config.block_size, prompt_chunks)
+        rows = self._records.sampled_rows(plan)
+        masks = self._grammars.begin_masks(rows)
+        hidden = self._model.hidden(batch, self._cache.layers, batch.output_rows)
+        logits = self._model.logits(hidden[: len(rows)])
+        tokens = sample_step(logits, rows, masks.result() if masks is not None else None)
+        remember_tokens(rows, tokens.token_ids)
+        self._grammars.remember(rows, tokens.token_ids)
+        if prompt_chunks:
+            self._tell_prompts(tokens, prompt_chunks, hidden[len(rows) :])
+        return tokens
+
+    def _tell_prompts(self, tokens: StepTokens, chunks: list[PromptChunk], hidden: torch.Tensor) -> None:
+        """hidden: of the rows before the chunks' tokens, chunk after chunk."""
+        assert self._model is not None
+        num_rows = max(1, _LOGITS_BYTES // (4 * self._model.config.vocab_size))
+        for chunk in chunks:
+            num_top, kept = chunk.facts.sampling.prompt_logprobs, KeptLogprobs()
+            for start in range(chunk.start, chunk.end, num_rows):
+                token_ids = chunk.facts.token_ids[start : min(start + num_rows, chunk.end)]
+                logits, hidden = self._model.logits(hidden[: len(token_ids)]), hidden[len(token_ids) :]
+                kept.append(logprobs_of(logits, torch.tensor(token_ids), num_top).pack(num_top))
+            tokens.prompt_logprobs[chunk.facts.sequence_id] = chunk.start, kept.values_from(0)
 
     def _token_budget(self, tokens_per_s: float, max_model_len: int) -> int:
         """max_num_batched_tokens: the user's, or what this CPU computes in a step that is short enough."""

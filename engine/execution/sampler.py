@@ -10,24 +10,30 @@ The number is philox4x32 of
 with position = the sampled token's index in its sequence, prompt included, and purpose 0 for the token itself. So a
 request that is sent again as prompt + tokens so far goes on with the same draws. The number is the first 53 bits.
 
-The order is temperature, min_p, top_k, top_p, and each filter is a threshold, whose ties are kept; with the weights
+A grammar's mask, biases and penalties (penalties.py) and bans change the logits first, in this order. Then come
+temperature, min_p, top_k, top_p, and each filter is a threshold, whose ties are kept; with the weights
 w = exp((logit - highest) / temperature):
     min_p   w >= min_p (the likeliest token has weight 1)
     top_k   logit >= the k-th largest logit
     top_p   w >= t for the largest t at which the tokens kept reach top_p of what the filters before have kept
 
-Where choices are ranked, log probabilities are the model's own: of the softmax over the whole vocabulary, before bans,
-temperature and filters. A beam's row draws nothing: its likeliest tokens are handed back, and the scheduler chooses.
+Log probabilities, for who asks for them and where choices are ranked, are the model's own: of the softmax over the
+whole vocabulary, before all of that. A beam's row draws nothing: its likeliest tokens are handed back, and the
+scheduler chooses.
 """
 
 import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from engine.execution.logprobs import logprobs_of
+from engine.execution.penalties import LogitChanges
 from engine.execution.philox import philox4x32, uniform_double
+from engine.execution.token_masks import TokenMasks
 from engine.plan import NewSequence, StepTokens
 from streamkv.log import fields
 from streamkv.sampling import SamplingParams
@@ -59,31 +65,56 @@ class SampledRow:
     sequence: NewSequence
     position: int
     """Index in the sequence of the token to be sampled."""
+    changes: LogitChanges | None = None
+    """Of a sequence with biases or penalties. Only read here."""
 
 
-def sample_step(logits: torch.Tensor, rows: list[SampledRow]) -> StepTokens:
-    """logits: [len(rows), vocab_size] float32, changed in place by bans → what the step hands back.
+def sample_step(logits: torch.Tensor, rows: list[SampledRow], masks: TokenMasks | None = None) -> StepTokens:
+    """logits: [len(rows), vocab_size] float32, changed in place → what the step hands back.
 
-    Rows whose choices are ranked cost a second pass over their logits, beams a third; the others cost what `sample`
-    does.
+    Rows with log probabilities cost a copy of their logits and two passes over it, beams one pass more than `sample`;
+    rows with biases or penalties what penalties.py says; the others what `sample` does.
     """
-    ranked = [i for i, row in enumerate(rows) if row.sequence.sampling.ranks_choices]
-    log_sums: list[float] = logits[ranked].logsumexp(-1).tolist() if ranked else []
-    token_ids = sample(logits, rows)
+    told = [i for i, row in enumerate(rows) if _tells_logprobs(row.sequence.sampling)]
+    own = logits[told] if told else logits  # a copy: the model's own
+    beams = [i for i, row in enumerate(rows) if row.sequence.sampling.beam_width]
+    log_sums: list[float] = logits[beams].logsumexp(-1).tolist() if beams else []
+    if masks is not None:
+        masks.apply(logits)
+    for i, row in enumerate(rows):
+        if row.changes is not None:
+            row.changes.apply(logits[i])
+    token_ids = sample(logits, rows, masks.ending if masks is not None else ())
     tokens = StepTokens(token_ids)
+    failed = masks.failed if masks is not None else {}
+    for i in failed:
+        token_ids[i] = NO_TOKEN
     for i, token_id in enumerate(token_ids):
         if token_id == NO_TOKEN:
-            tokens.failed[rows[i].sequence.sequence_id] = UNUSABLE_LOGITS
-    for i, log_sum in zip(ranked, log_sums, strict=True):
+            tokens.failed[rows[i].sequence.sequence_id] = failed.get(i, UNUSABLE_LOGITS)
+    if told:
+        _tell_logprobs(tokens, own, [rows[i].sequence for i in told], [token_ids[i] for i in told])
+    for i, log_sum in zip(beams, log_sums, strict=True):
         facts = rows[i].sequence
-        if token_ids[i] == NO_TOKEN:
-            continue
-        if facts.sampling.beam_width:
+        if token_ids[i] != NO_TOKEN:
             tokens.candidates[facts.sequence_id] = _likeliest(logits[i], log_sum, facts.num_candidates)
             token_ids[i] = NO_TOKEN
-        else:
-            tokens.logprobs[facts.sequence_id] = logits[i, token_ids[i]].item() - log_sum
     return tokens
+
+
+def _tells_logprobs(sampling: SamplingParams) -> bool:
+    return sampling.logprobs >= 0 or (sampling.best_of > sampling.n)
+
+
+def _tell_logprobs(
+    tokens: StepTokens, logits: torch.Tensor, sequences: list[NewSequence], token_ids: list[int]
+) -> None:
+    """logits: [len(sequences), vocab_size], the model's own. Who has no token has no log probability either."""
+    num_top = max(0, *(facts.sampling.logprobs for facts in sequences))
+    values = logprobs_of(logits, torch.tensor(token_ids).clamp(min=0), num_top)
+    for index, (facts, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
+        if token_id != NO_TOKEN:
+            tokens.logprobs[facts.sequence_id] = values.row(index, max(0, facts.sampling.logprobs))
 
 
 def _likeliest(logits: torch.Tensor, log_sum: float, num: int) -> list[tuple[int, float]]:
@@ -98,15 +129,16 @@ def _likeliest(logits: torch.Tensor, log_sum: float, num: int) -> list[tuple[int
     return [(token_id, value - log_sum) for token_id, value in likeliest if value > float("-inf")]
 
 
-def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
+def sample(logits: torch.Tensor, rows: list[SampledRow], ending: Collection[int] = ()) -> list[int]:
     """logits: [len(rows), vocab_size] float32, changed in place by bans → a token id for each row.
 
+    ending: rows that can only end, whatever min_tokens says.
     A row's token depends on its logits and its SampledRow alone. Greedy rows cost one pass over their logits.
     A row whose highest logit is no finite number gets NO_TOKEN, and is logged; the others get theirs.
     """
     if not rows:
         return []
-    _ban_stop_ids(logits, rows)
+    _ban_stop_ids(logits, rows, ending)
     vocab_size = logits.shape[1]
     if vocab_size % _TILE:
         logits = F.pad(logits, (0, -vocab_size % _TILE), value=float("-inf"))
@@ -134,11 +166,11 @@ def sample(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
     return token_ids
 
 
-def _ban_stop_ids(logits: torch.Tensor, rows: list[SampledRow]) -> None:
+def _ban_stop_ids(logits: torch.Tensor, rows: list[SampledRow], ending: Collection[int]) -> None:
     """Take end-of-sequence and stop ids from the rows that have fewer than min_tokens tokens."""
     for i, row in enumerate(rows):
         sampling = row.sequence.sampling
-        if row.position - row.sequence.num_prompt < sampling.min_tokens:
+        if row.position - row.sequence.num_prompt < sampling.min_tokens and i not in ending:
             banned = {*row.sequence.eos_token_ids, *sampling.stop_token_ids}
             in_vocabulary = [token_id for token_id in banned if token_id < logits.shape[1]]
             if in_vocabulary:

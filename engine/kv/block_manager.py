@@ -198,8 +198,8 @@ class BlockManager:
     # prefixes
 
     def find(self, sequence: Sequence) -> Match:
-        """What can be shared by a sequence that holds nothing. O(blocks newly matched since it was last asked, and
-        those that are not on the device)."""
+        """What can be shared by a sequence that holds nothing: nothing while its request tells of its prompt. O(blocks
+        newly matched since it was last asked, and those that are not on the device)."""
         size, tree = self.block_size, self.tree
         place = self._place(sequence)
         num_tokens = len(sequence.token_ids)
@@ -207,6 +207,9 @@ class BlockManager:
             packed = sequence.request.packed_prompt
             has_all = len(packed) == num_tokens * TOKEN_BYTES
             place.packed = packed if has_all else pack_ids(sequence.token_ids)
+        if sequence.request.tells_prompt:
+            place.node, place.deepest = place.root, None
+            return Match(place.root, 0, None)
         offloaded: list[Node] = []
         if self.tiers is None:
             node = place.node = tree.descend(place.node, place.packed)

@@ -1,6 +1,6 @@
 """The blocks of KV memory: which are free, and how many owners each of the others has."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 _STRIDE: Final = 0.6180339887498949
@@ -29,6 +29,11 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def free_blocks(self) -> Sequence[int]:
+        """The free ones, in no order. The pool's own list: not to be kept or changed."""
+        return self._free
 
     def is_free(self, block_id: int) -> bool:
         place = self._place[block_id]

@@ -80,15 +80,23 @@ class Decoder:
         kv_caches: one per layer, changed in place. Returns [num_samples, vocab_size] float32; with no sample rows the
         last layer stops once its keys and values are written.
         """
+        return self.logits(self.hidden(batch, kv_caches, batch.sample_rows))
+
+    def hidden(self, batch: ForwardBatch, kv_caches: list[KVCache], rows: torch.Tensor) -> torch.Tensor:
+        """As `forward`, and what `logits` takes of these rows comes back: [len(rows), hidden_size]."""
         hidden = self.embedding(batch.token_ids)
         rotation = self.rotary.at(batch.positions, max(batch.seq_lens))
         for layer, cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
             hidden = layer(hidden, rotation, batch, cache)
-        if not len(batch.sample_rows):
+        if not len(rows):
             # The products take at least one row; what row 0 comes to is dropped.
-            self.layers[-1](hidden, rotation, batch, kv_caches[-1], torch.zeros(1, dtype=torch.int64))
+            return self.layers[-1](hidden, rotation, batch, kv_caches[-1], torch.zeros(1, dtype=torch.int64))[:0]
+        return self.layers[-1](hidden, rotation, batch, kv_caches[-1], rows)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] → [n, vocab_size] float32."""
+        if not len(hidden):
             return torch.empty(0, self.config.vocab_size)
-        hidden = self.layers[-1](hidden, rotation, batch, kv_caches[-1], batch.sample_rows)
         return self.head(self.norm(hidden)).float()
 
     __call__ = forward

@@ -149,8 +149,8 @@ class Admission:
             return self._beams.admit(draft, sequence, group) if may_run else Outcome.SKIPPED
         if may_run and self._roster.num_places_taken + (1 if group is None else group.width) > self._limits.max_running:
             return Outcome.BLOCKED
-        if num_tokens >= sequence.max_len or (sequence.num_pending and not holds_blocks):
-            return Outcome.SKIPPED  # its newest token is on its way, and a recomputation needs it on the host
+        if num_tokens >= sequence.max_len or (sequence.num_pending and (not holds_blocks or sequence.follows_grammar)):
+            return Outcome.SKIPPED  # its newest token is on its way, and it is needed on the host
         parent, match, start = None, None, sequence.num_computed
         if not holds_blocks:
             match = blocks.find(sequence)
@@ -217,7 +217,9 @@ class Admission:
 
     def _must_wait_for_prefix(self, sequence: Sequence) -> bool:
         """Whether another sequence is computing the next block of this one's prompt. Nobody waits for a lower
-        priority."""
+        priority, or for what it has to compute itself."""
+        if sequence.request.tells_prompt:
+            return False
         producer = self._blocks.producer(sequence)
         return producer is not None and producer.request.priority <= sequence.request.priority
 

@@ -117,6 +117,8 @@ class StepDraft:
             self.counts.num_recomputed_tokens += min(end, sequence.num_recompute) - start
         sequence.num_computed = end
         sequence.num_in_flight += 1
+        if end >= sequence.num_prompt:
+            sequence.request.tells_prompt = False
         if samples:
             sequence.num_pending += 1
             sequence.must_progress = False
@@ -126,9 +128,17 @@ class StepDraft:
         """The sequence's first step: tell the executor what it must know."""
         sampling = sequence.request.sampling
         sequence.is_known = True
-        eos_token_ids = () if sampling.ignore_eos else self.limits.eos_token_ids
+        tells_prompt = sequence.request.tells_prompt
         self.new_sequences.append(
-            NewSequence(sequence.sequence_id, sequence.choice, sampling, sequence.num_prompt, eos_token_ids)
+            NewSequence(
+                sequence.sequence_id,
+                sequence.choice,
+                sampling,
+                sequence.num_prompt,
+                () if sampling.ignore_eos else self.limits.eos_token_ids,
+                sequence.token_ids.copy() if sampling.has_penalties or sampling.grammar or tells_prompt else [],
+                tells_prompt,
+            )
         )
 
     def finish(self, step: int, finished_ids: list[int], preempted_ids: list[int]) -> StepPlan:

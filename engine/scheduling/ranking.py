@@ -9,9 +9,11 @@ from math import inf
 
 import msgspec
 
+from engine.kept_logprobs import KeptLogprobs
 from engine.plan import StepTokens
 from engine.scheduling.usage import Counts
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from streamkv.protocol import TokenLogprobs, unpack_floats
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -22,6 +24,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     cause: str = ""
     stop_token_id: int = -1
     num_preemptions: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 def conclude(request: Request, choices: list[Choice], num_generated: int, counts: Counts) -> list[SequenceOutput]:
@@ -48,7 +51,9 @@ def conclude(request: Request, choices: list[Choice], num_generated: int, counts
     ]
     counts.num_unreturned_tokens += max(0, num_generated - sum([len(choice.token_ids) for choice in choices]))
     return [
-        SequenceOutput(sequence, choice.token_ids, choice.finish_reason, choice.cause, choice.stop_token_id)
+        SequenceOutput(
+            sequence, choice.token_ids, choice.finish_reason, choice.cause, choice.stop_token_id, choice.logprobs
+        )
         for sequence, choice in zip(request.sequences, choices, strict=True)
     ]
 
@@ -65,6 +70,8 @@ class _Sampled:
     totals: dict[Sequence, float]
     """Sum of the log probabilities of its tokens so far."""
     ends: dict[Sequence, SequenceOutput] = field(default_factory=dict)
+    logprobs: dict[Sequence, KeptLogprobs] = field(default_factory=dict)
+    """Where the request asks for them."""
 
 
 class BestOf:
@@ -95,7 +102,9 @@ class BestOf:
                 continue
             sequence = output.sequence
             if output.token_ids:
-                sampled.totals[sequence] += tokens.logprobs[sequence.sequence_id]
+                sampled.totals[sequence] += unpack_floats(tokens.logprobs[sequence.sequence_id].chosen)[0]
+            if output.logprobs is not None:
+                sampled.logprobs.setdefault(sequence, KeptLogprobs()).append(output.logprobs)
             if output.finish_reason:
                 sampled.ends[sequence] = output
                 if len(sampled.ends) == len(sampled.totals):
@@ -127,6 +136,7 @@ class BestOf:
                 end.cause,
                 end.stop_token_id,
                 sequence.num_preemptions,
+                sampled.logprobs[sequence].values_from(0) if sequence in sampled.logprobs else None,
             )
             for sequence in best
             for end in [sampled.ends[sequence]]

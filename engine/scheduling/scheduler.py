@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import Final
 
+import msgspec
+
 from engine.kv.block_manager import BlockManager
 from engine.plan import ScheduledSequence, StepPlan, StepTokens
 from engine.scheduling.admission import Admission
@@ -121,6 +123,11 @@ class Scheduler:
         """Blocks copied because they were to be written and were shared."""
         return self._blocks.num_block_copies
 
+    @property
+    def newest_launched(self) -> list[Sequence]:
+        """Those in the newest plan, in its order. Of two plans with the same sequences the lists are equal."""
+        return self._launched[-1][1]
+
     def kv_usage(self) -> KVUsage:
         """O(blocks owned)."""
         return measure(self._blocks)
@@ -158,12 +165,14 @@ class Scheduler:
         """Take a request in and make its sequences. The caller has called `check`.
 
         A continuation's choice that has ended by its prior tokens is handed out by the next `update` or `expire`.
+        What is_held does not run before `release`.
         """
         sampling = request.sampling
         stop_ids = frozenset() if sampling.ignore_eos else self._eos_ids
         if sampling.stop_token_ids:
             stop_ids = stop_ids.union(sampling.stop_token_ids)
         num_prompt = len(request.prompt_token_ids)
+        request.tells_prompt = sampling.prompt_logprobs >= 0 and num_prompt > 1
         request.sequences = []
         request.first_sequence_id = self._next_sequence_id
         for choice in range(1 if sampling.beam_width else sampling.num_sequences):
@@ -176,6 +185,7 @@ class Scheduler:
                 num_prompt=num_prompt,
                 max_len=min(self.max_len, num_prompt + sampling.max_tokens),
                 stop_ids=stop_ids,
+                follows_grammar=sampling.grammar is not None,
                 rank=(request.priority, request.arrival_s, self._next_sequence_id),
             )
             self._next_sequence_id += 1
@@ -196,6 +206,16 @@ class Scheduler:
         if request.is_finished:
             return
         self._roster.add(request)
+        if request.is_held:
+            for sequence in request.sequences:
+                if sequence.state is SequenceState.WAITING:
+                    self._roster.pause(sequence)
+
+    def release(self, request: Request) -> None:
+        """What a request was held for is there: it waits for its turn, unless its reader is slow."""
+        request.is_held = False
+        if not request.is_paused or request.sampling.ranks_choices:
+            self._let_wait(request)
 
     def abort(self, request: Request, cause: str, choice: int = -1) -> list[SequenceOutput]:
         """End what still goes on of a request, or of one choice. Blocks that a launched step touches are freed when it
@@ -234,6 +254,10 @@ class Scheduler:
     def resume(self, request: Request) -> None:
         """Let a paused request wait for its turn again, at its old place and with the blocks that it still has."""
         request.is_paused = False
+        if not request.is_held:
+            self._let_wait(request)
+
+    def _let_wait(self, request: Request) -> None:
         for sequence in request.sequences:
             if sequence.state is SequenceState.PAUSED:
                 self._roster.resume(sequence)
@@ -308,10 +332,20 @@ class Scheduler:
                     continue
             outputs.append(SequenceOutput(sequence, [token_id]))
         assert next(sampled, None) is None, f"step {plan.step} sampled more tokens than its plan asked for"
+        if tokens.logprobs:
+            outputs = [_with_logprobs(output, tokens) for output in outputs]
         if self._best_of:
             outputs = self._best_of.hold_back(outputs, tokens)
         if self._roster.beam_groups:
             outputs += self._beams.advance()
+        if tokens.prompt_logprobs:
+            told = tokens.prompt_logprobs
+            parts = [
+                SequenceOutput(sequence, [], prompt_logprobs=told[sequence.sequence_id])
+                for sequence in sequences
+                if sequence.sequence_id in told
+            ]
+            outputs = parts + outputs
         return outputs
 
     # transfers
@@ -344,6 +378,9 @@ class Scheduler:
             sequence = running[index]
             if sequence.is_prefilling:
                 index += self._plan_running_prefill(draft, sequence, index)
+                continue
+            if sequence.num_pending and sequence.follows_grammar:
+                index += 1  # it sits out until its last token is on the host: what may come next depends on it
                 continue
             token_ids, start = sequence.token_ids, sequence.num_computed
             end = start + 1
@@ -402,7 +439,7 @@ class Scheduler:
     def _ending(self, sequence: Sequence) -> tuple[str, str, int] | None:
         """(finish_reason, cause, stop_token_id) if its last token ends it. A stop wins over a limit."""
         token_id, sampling = sequence.token_ids[-1], sequence.request.sampling
-        if token_id in sequence.stop_ids and sequence.num_output > sampling.min_tokens:
+        if token_id in sequence.stop_ids and (sequence.num_output > sampling.min_tokens or sequence.follows_grammar):
             is_eos = token_id in self._eos_ids and not sampling.ignore_eos
             return "stop", "eos" if is_eos else "stop_id", token_id
         if len(sequence.token_ids) >= sequence.max_len:
@@ -428,3 +465,10 @@ class Scheduler:
         if sequence.finish_reason == "error":
             self._blocks.drop_cached(sequence)  # among them its own blocks, in which something was no number
         self._roster.forget(sequence)
+
+
+def _with_logprobs(output: SequenceOutput, tokens: StepTokens) -> SequenceOutput:
+    sequence = output.sequence
+    if sequence.request.sampling.logprobs < 0 or not output.token_ids:
+        return output
+    return msgspec.structs.replace(output, logprobs=tokens.logprobs[sequence.sequence_id])

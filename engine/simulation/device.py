@@ -34,6 +34,8 @@ class Known:
     same."""
     sampled_in_step: int = -1
     is_preempted: bool = False
+    num_prompt_told: int = 1
+    """Index of the prompt's first token whose log probabilities are still to be told."""
 
 
 FailureRule = Callable[[Known], str]
@@ -156,7 +158,7 @@ class SimulatedDevice:
         for facts in plan.new_sequences:
             if facts.sequence_id in self.known or facts.sequence_id in self._forgotten:
                 raise PlanViolation(f"sequence {facts.sequence_id} is new twice")
-            self.known[facts.sequence_id] = Known(facts)
+            self.known[facts.sequence_id] = Known(facts, tokens=self._told_tokens(facts))
         if plan.block_copies:
             self._copy_blocks(plan.block_copies)
         new_ids = {facts.sequence_id for facts in plan.new_sequences}
@@ -170,10 +172,23 @@ class SimulatedDevice:
             self._write(entry)
         tokens = StepTokens([])
         for entry in plan.scheduled:
+            if self.known[entry.sequence_id].facts.tells_prompt:
+                self._tell_prompt(entry, tokens)
+        for entry in plan.scheduled:
             if entry.samples:
                 self._sample(entry, plan.step, tokens)
         self._last_step = plan.step
         return tokens
+
+    def _told_tokens(self, facts: NewSequence) -> list[int]:
+        """The tokens that a new sequence comes with. Later chunks must bring the same."""
+        is_needed = facts.sampling.has_penalties or facts.tells_prompt
+        if is_needed and len(facts.token_ids) < facts.num_prompt:
+            raise PlanViolation(
+                f"sequence {facts.sequence_id} has a prompt of {facts.num_prompt} tokens, whose ids are needed and of "
+                f"which {len(facts.token_ids)} were told"
+            )
+        return facts.token_ids.copy()
 
     def _check_plan(self, plan: StepPlan) -> None:
         ids = [entry.sequence_id for entry in plan.scheduled]
@@ -306,14 +321,27 @@ class SimulatedDevice:
         elif facts.sampling.beam_width:
             tokens.candidates[entry.sequence_id] = self.model.candidates(values, facts)
         else:
-            token_id, logprob = self.model.sample(values, facts)
-            if facts.sampling.ranks_choices:
-                tokens.logprobs[entry.sequence_id] = logprob
+            token_id, _ = self.model.sample(values, facts)
+            if facts.sampling.ranks_choices or facts.sampling.logprobs >= 0:
+                num_top = max(0, facts.sampling.logprobs)
+                tokens.logprobs[entry.sequence_id] = self.model.logprobs([token_id], end, num_top)
         tokens.token_ids.append(token_id)
         if end == len(known.tokens):
             known.tokens.append(token_id)
         elif known.tokens[end] != token_id and not facts.sampling.beam_width:
             raise PlanViolation(f"sequence {entry.sequence_id} sampled position {end} twice, with another token")
+
+    def _tell_prompt(self, entry: ScheduledSequence, tokens: StepTokens) -> None:
+        """Log probabilities of the prompt's tokens behind those of this chunk that this sequence has not yet told of.
+        Another choice may have told of what it leaves out."""
+        known = self.known[entry.sequence_id]
+        facts = known.facts
+        start = max(entry.start + 1, known.num_prompt_told)
+        end = min(known.num_computed + 1, facts.num_prompt)
+        if start < end:
+            values = self.model.logprobs(facts.token_ids[start:end], start, facts.sampling.prompt_logprobs)
+            tokens.prompt_logprobs[entry.sequence_id] = start, values
+            known.num_prompt_told = end
 
     def spoil(self, block_ids: Iterable[int]) -> None:
         """Wipe blocks that are free, so that a later read shows. The device cannot know which blocks without an owner

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -12,7 +13,9 @@ from engine.plan import StepPlan, StepTokens
 from engine.simulation.device import PlanViolation, SimulatedDevice
 from engine.simulation.step_cost import StepCost
 from engine.transfer import Transfer, TransferKind, TransferResult
+from streamkv.errors import InvalidField
 from streamkv.protocol import ModelFacts
+from streamkv.sampling import Grammar
 
 _DISK_KINDS: Final = (TransferKind.HOST_TO_DISK, TransferKind.DISK_TO_HOST, TransferKind.DROP_FROM_DISK)
 
@@ -144,6 +147,10 @@ class SimulatedExecutor:
                 results.append(TransferResult(transfer.transfer_id, failed, taken_s, num_bytes))
         self._dice.shuffle(results)
         return results
+
+    def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
+        """Its tokens have no text that could match."""
+        raise InvalidField(grammar.field, "cannot be followed by a simulated device, whose tokens have no text")
 
     def close(self) -> None:
         """What has not reached the disk is lost."""

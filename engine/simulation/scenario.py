@@ -301,6 +301,7 @@ class _Author:
         num_sequences = n + dice.choice((0, 1, 2))
         if num_sequences <= self._setup.max_running:
             best_of, beam_width = dice.choice(((0, 0),) * 8 + ((num_sequences, 0), (0, num_sequences)))
+        told = random.Random(f"told {self._seed} {index}")
         return SamplingParams(
             seed=index,
             max_tokens=max_tokens,
@@ -312,6 +313,9 @@ class _Author:
             temperature=0.0 if beam_width else dice.choice((0.0, 1.0)),
             stop_token_ids=dice.choices(range(self._setup.vocab_size), k=dice.choice((0, 0, 1, 2))),
             ignore_eos=dice.random() < 0.4,
+            frequency_penalty=0.0 if beam_width else told.choice((0.0, 0.0, 0.0, 0.5)),
+            logprobs=-1 if beam_width else told.choice((-1, -1, -1, 0, 3)),
+            prompt_logprobs=told.choice((-1, -1, -1, -1, 0, 2)),
         )
 
     def _add_faults(self, request: ClientRequest) -> None:

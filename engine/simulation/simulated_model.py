@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Final
 
 from engine.plan import NewSequence
+from streamkv.protocol import TokenLogprobs, pack_floats, pack_ids
 from streamkv.sampling import SamplingParams
 
 VALUE_BYTES: Final = 8
@@ -43,6 +44,11 @@ def _mix(state: int, word: int) -> int:
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
     return state ^ state >> 31
+
+
+def logprob(token_id: int, position: int) -> float:
+    """Of the token at this index of its sequence, prompt included: -63/64 .. 0, in 64ths."""
+    return -((5 * token_id + 3 * position) % 64) / 64
 
 
 def start_of(namespace: tuple[str, str]) -> int:
@@ -96,7 +102,7 @@ class Ending:
 class SimulatedModel:
     """Samples. Without an eos_rule no token is end-of-sequence.
 
-    Log probabilities are in 64ths: sums are exact, and some are equal.
+    Log probabilities depend on token and position alone, and are in 64ths: sums are exact, and some are equal.
     """
 
     vocab_size: int = 1000
@@ -118,17 +124,27 @@ class SimulatedModel:
         draw = digest
         if not sampling.is_greedy:
             draw = _mix(_mix(_mix(digest, sampling.seed), facts.choice), position)
-        logprob = -(draw >> 40 & 63) / 64
         banned: Sequence[int] = ()
         num_before = position - facts.num_prompt
         if num_before < sampling.min_tokens:
             banned = sampling.stop_token_ids
         elif self.eos_rule is not None and self.eos_rule(draw, num_before):
-            return self.eos_token_ids[0], logprob
+            return self.eos_token_ids[0], logprob(self.eos_token_ids[0], position)
         token_id = draw % self.vocab_size
         while token_id in self.eos_token_ids or token_id in banned:
             token_id = (token_id + 1) % self.vocab_size
-        return token_id, logprob
+        return token_id, logprob(token_id, position)
+
+    def logprobs(self, token_ids: Sequence[int], start: int, num_top: int) -> TokenLogprobs:
+        """What is told of these tokens at positions from `start` on: the likeliest of each place is the token itself,
+        and those behind it are the next higher ids, around the vocabulary, each less likely by a 64th."""
+        chosen = [logprob(token_id, position) for position, token_id in enumerate(token_ids, start)]
+        places = range(min(num_top, self.vocab_size))
+        return TokenLogprobs(
+            pack_floats(chosen),
+            pack_ids((token_id + place) % self.vocab_size for token_id in token_ids for place in places),
+            pack_floats(value - place / 64 for value in chosen for place in places),
+        )
 
     def rank(self, digest: int, facts: NewSequence, position: int) -> list[tuple[int, float]]:
         """As `candidates`, from the digest of the values."""

@@ -21,6 +21,7 @@ from engine.simulation.life import EngineLife
 from engine.simulation.patience import Patience
 from engine.simulation.scenario import ClientRequest, Restart, Scenario
 from engine.simulation.simulated_model import Ending
+from streamkv.protocol import TokenLogprobs
 
 _PATIENCE_LENGTHS: Final = 4
 """Steps over which somebody may be passed over for each tenant, in lengths of the longest sequence."""
@@ -55,6 +56,8 @@ class Stream:
     aborted_for: dict[int, str] = field(default_factory=dict)
     """choice → the cause of an abort that was asked for."""
     num_lives: int = 0
+    num_prompt_told: int = 1
+    """Tokens of the prompt whose log probabilities have come in this life, with the first, which has none."""
 
     @property
     def name(self) -> str:
@@ -321,6 +324,7 @@ class _Run:
         scheduler.add(request)
         stream.request = request
         stream.num_lives += 1
+        stream.num_prompt_told = 1
         self._of_request[request] = stream
         if self._trace is not None:
             ids = [sequence.sequence_id for sequence in request.sequences]
@@ -387,8 +391,12 @@ class _Run:
         for output in outputs:
             sequence = output.sequence
             stream = self._of_request[sequence.request]
+            if output.prompt_logprobs is not None:
+                self._take_prompt(stream, *output.prompt_logprobs)
+                continue
             choice = sequence.choice
             who = f"{stream.name}, choice {choice}"
+            self._check_logprobs(stream, output, who)
             assert choice not in stream.ends, f"{who}: something came after its end: {output}"
             tokens = stream.tokens[choice]
             tokens += output.token_ids
@@ -406,6 +414,29 @@ class _Run:
                 assert output.token_ids, f"{who}: neither a token nor an end"
                 continue
             self._end(stream, choice, output.finish_reason, output.cause)
+
+    def _check_logprobs(self, stream: Stream, output: SequenceOutput, who: str) -> None:
+        """Of the tokens that came, and that the prompt's came before them."""
+        wish = stream.wish
+        sampling, prompt = wish.sampling, wish.prompt
+        if not output.token_ids:
+            return
+        if sampling.prompt_logprobs >= 0:
+            assert stream.num_prompt_told == len(prompt), f"{who}: {stream.num_prompt_told} of {len(prompt)} were told"
+            assert not output.sequence.num_cached_tokens, f"{who}: its prompt was not computed"
+        right = None
+        if sampling.logprobs >= 0:
+            position = len(prompt) + len(stream.tokens[output.sequence.choice])
+            right = self._scenario.setup.model.logprobs(output.token_ids, position, sampling.logprobs)
+        assert output.logprobs == right, f"{who}: wrong log probabilities: {output.logprobs}, right are {right}"
+
+    def _take_prompt(self, stream: Stream, start: int, values: TokenLogprobs) -> None:
+        """Parts of a prompt may overlap, but leave nothing out."""
+        wish, end = stream.wish, start + values.num_tokens
+        right = self._scenario.setup.model.logprobs(wish.prompt[start:end], start, wish.sampling.prompt_logprobs)
+        assert values == right, f"{stream.name}, its prompt from {start}: {values}, right are {right}"
+        assert 1 <= start <= stream.num_prompt_told, f"{stream.name}: nothing told from {stream.num_prompt_told}"
+        stream.num_prompt_told = max(stream.num_prompt_told, end)
 
     def _check_abort(self, stream: Stream, choice: int, output: SequenceOutput) -> None:
         who = f"{stream.name}, choice {choice}"

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.routes.answering import answer
-from gateway.schema import parse_chat
+from gateway.schema.chat import parse_chat
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.routes.answering import answer
-from gateway.schema import parse_completion
+from gateway.schema.completion import parse_completion
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway import keys
 from gateway.answers import json_bytes
 from gateway.routes.answering import parse_body
-from gateway.schema import parse_detokenize, parse_tokenize
+from gateway.schema.tokens import parse_detokenize, parse_tokenize
 
 _INLINE_TOKENS: Final = 4096
 
@@ -25,6 +25,7 @@ async def tokenize(request: web.Request) -> web.Response:
             add_generation_prompt=parsed.add_generation_prompt,
             continue_final_message=parsed.continue_final_message,
             template_kwargs=parsed.chat_template_kwargs,
+            tools=[function.as_tool() for function in parsed.functions],
         )
     else:
         ids = await tokenizer.encode_off_loop(parsed.prompt or "", add_special_tokens=parsed.add_special_tokens)

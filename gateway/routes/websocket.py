@@ -11,19 +11,21 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from gateway import keys
 from gateway.auth import KEY_PROTOCOL_PREFIX, Caller, check_origin, offered_protocols
+from gateway.connection import CountedConnection
+from gateway.credit import MAX_TOKENS, Credit, CreditedOutlet
+from gateway.cursor import Cursor, at_token, parse_cursor, parse_stream_id
 from gateway.errors import error_fields
-from gateway.schema import decode_msgpack_object, decode_object, generate_from_fields
+from gateway.schema.body import decode_msgpack_object, decode_object
+from gateway.schema.generate import generate_from_fields
 from gateway.socket_events import JSON_PROTOCOL, MSGPACK_PROTOCOL, EventCodec, JsonCodec, MsgpackCodec, SocketOutlet
-from gateway.streams import BoundedWriter, Ending, Stream, UnknownStream, Usage
+from gateway.streams import BoundedWriter, Ending, Outlet, Stream, UnknownStream, Usage
 from streamkv.errors import InvalidField, StreamKVError
-from streamkv.protocol import STREAM_ID_BYTES
 
 logger = logging.getLogger(__name__)
 
 MAX_GENERATIONS: Final = 1024
 """Live ones of one socket."""
 MAX_ID_CHARS: Final = 128
-MAX_GRACE_S: Final = 3600.0
 _PING_S: Final = 20.0
 _MAX_SILENT_PINGS: Final = 2
 """Pings in a row, and nothing received, after which a client that has read everything is gone."""
@@ -32,6 +34,7 @@ _MAX_STUCK_PINGS: Final = 15
 _MAX_UNREAD_TIMES: Final = 4
 """Unread output, in times of what pauses the generations, at which no further message is read."""
 _OFF_LOOP_BYTES: Final = 128 * 1024
+_KINDS: Final = ("generate", "attach", "cancel", "pause", "resume", "credit")
 _PROTOCOLS: Final = frozenset({JSON_PROTOCOL, MSGPACK_PROTOCOL})
 
 
@@ -55,11 +58,13 @@ async def stream_socket(request: web.Request) -> web.WebSocketResponse:
     await socket.prepare(request)
     if request.transport is None:
         return socket
+    assert isinstance(request.protocol, CountedConnection)
     session = _Session(
         app,
         request[keys.CALLER],
         is_msgpack=socket.ws_protocol == MSGPACK_PROTOCOL,
         transport=request.transport,
+        connection=request.protocol,
     )
     app[keys.SOCKETS].live.add(socket)
     watching = asyncio.create_task(session.watch(socket, request.transport))
@@ -82,17 +87,28 @@ class _Generation:
     """What the client knows by an id of its own."""
 
     outlet: SocketOutlet
+    is_attach: bool
     stream: Stream | None = None
     """None until it is checked, encoded and submitted."""
     task: asyncio.Task[None] | None = None
     is_paused: bool = False
+    is_cancelled: bool = False
+    """While it was attached to; it has to be found first."""
+    credit: Credit | None = None
+    """None: the client takes whatever comes."""
 
 
 class _Session:
     """One socket's generations; they share its writer and so its bound on unread output."""
 
     def __init__(
-        self, app: web.Application, caller: Caller, *, is_msgpack: bool, transport: asyncio.WriteTransport
+        self,
+        app: web.Application,
+        caller: Caller,
+        *,
+        is_msgpack: bool,
+        transport: asyncio.WriteTransport,
+        connection: CountedConnection,
     ) -> None:
         self._app = app
         self._caller = caller
@@ -105,13 +121,12 @@ class _Session:
         self._writer.open(transport)
         self._drained = asyncio.Event()
         self._drained.set()
-        self._num_received = 0
+        self._connection = connection
         self._live: dict[str, _Generation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self, message: WSMessage) -> None:
         """One message of the client. Whatever is wrong with it is answered, and the socket stays open."""
-        self._num_received += 1
         await self._wait_for_reader()
         client_id: str | None = None
         try:
@@ -126,13 +141,14 @@ class _Session:
             if kind == "ping":
                 self._send({"type": "pong"})
                 return
-            if not isinstance(kind, str) or kind not in ("generate", "attach", "cancel", "pause", "resume"):
-                raise InvalidField(
-                    "type", f"must be generate, attach, cancel, pause, resume or ping, got {kind!r}"[:300]
-                )
+            if not isinstance(kind, str) or kind not in _KINDS:
+                raise InvalidField("type", f"must be {', '.join(_KINDS)} or ping, got {kind!r}"[:300])
             client_id = _take_id(fields)
             if kind in ("generate", "attach"):
                 self._begin(kind, client_id, fields)
+            elif kind == "credit":
+                self._grant(client_id, _take_tokens(fields, "tokens", least=1))
+                _refuse_rest(fields)
             else:
                 _refuse_rest(fields)
                 self._steer(kind, client_id)
@@ -143,18 +159,20 @@ class _Session:
         """Ping the client, and break the connection off when it is gone.
 
         A ping waits behind what the client has not read, so a missing pong says nothing of a slow reader: that one
-        lives as long as it takes something.
+        lives as long as it takes something. So does one that sends: a pong cannot come amid a large frame.
         """
-        num_missed = num_received = num_taken = 0
+        num_missed = num_taken = 0
+        num_received = self._connection.num_received
         with contextlib.suppress(ConnectionResetError):
             while num_missed <= (_MAX_STUCK_PINGS if self._writer.num_unread else _MAX_SILENT_PINGS):
                 if not self._writer.num_unread:
                     await socket.ping()
                 await asyncio.sleep(_PING_S)
                 taken = self._writer.num_bytes - self._writer.num_unread
-                lives = self._num_received != num_received or (self._writer.num_unread and taken != num_taken)
+                received = self._connection.num_received
+                lives = received != num_received or (self._writer.num_unread and taken != num_taken)
                 num_missed = 0 if lives else num_missed + 1
-                num_received, num_taken = self._num_received, taken
+                num_received, num_taken = received, taken
             logger.info("broke a WebSocket off: its client is gone")
             transport.abort()
 
@@ -187,7 +205,7 @@ class _Session:
             error_fields=error_fields,
             on_close=lambda: self._forget(client_id, generation),
         )
-        generation = _Generation(outlet)
+        generation = _Generation(outlet, is_attach=kind == "attach")
         run = self._generate if kind == "generate" else self._attach
         self._live[client_id] = generation
         generation.task = asyncio.create_task(self._guard(run, client_id, generation, fields))
@@ -216,41 +234,64 @@ class _Session:
 
     async def _generate(self, generation: _Generation, fields: dict[str, object]) -> None:
         service = self._app[keys.GENERATION]
-        grace_s = _take_grace(fields)
+        outlet = self._credited(generation, fields)
         parsed = generate_from_fields(fields, await service.limits())
-        prepared = await service.prepare(parsed, self._caller, attach_grace_s=grace_s)
-        stream = service.start(prepared, generation.outlet)
+        reception = self._app[keys.RECEPTION]
+        async with reception.on_socket(self._caller, parsed.options.request_id, is_new=True) as caller:
+            prepared = await service.prepare(parsed, caller)
+            stream = service.start(prepared, outlet)
         self._stands(generation, stream)
 
     async def _attach(self, generation: _Generation, fields: dict[str, object]) -> None:
-        text, from_token = fields.pop("stream_id", None), fields.pop("from_token", 0)
+        outlet = self._credited(generation, fields)
+        known = _take_known(fields)
+        stream_id = parse_stream_id(fields.pop("stream_id", None), "stream_id")
         _refuse_rest(fields)
-        if not isinstance(from_token, int) or isinstance(from_token, bool) or not 0 <= from_token < 2**31:
-            raise InvalidField("from_token", f"must be a whole number from 0 on, got {from_token!r}"[:300])
-        try:
-            stream_id = bytes.fromhex(text) if isinstance(text, str) else b""
-        except ValueError:
-            stream_id = b""
-        if len(stream_id) != STREAM_ID_BYTES:
-            raise InvalidField("stream_id", "must be the 32 hex digits that `started` gave")
         service = self._app[keys.GENERATION]
-        self._stands(generation, await service.attach(stream_id, from_token, generation.outlet, self._caller))
+        async with self._app[keys.RECEPTION].on_socket(self._caller, is_new=False) as caller:
+            stream = await service.attach(stream_id, known, outlet, caller)
+        self._stands(generation, stream)
+
+    def _credited(self, generation: _Generation, fields: dict[str, object]) -> Outlet:
+        """Where its stream's text goes: counted, when the client gives credit."""
+        if fields.get("credit") is None:
+            fields.pop("credit", None)
+            return generation.outlet
+        generation.credit = Credit(_take_tokens(fields, "credit", least=0))
+        return CreditedOutlet(generation.outlet, generation.credit, lambda: _pause_for_credit(generation))
+
+    def _grant(self, client_id: str, num_tokens: int) -> None:
+        generation = self._find(client_id)
+        if generation.credit is None:
+            raise InvalidField("tokens", "this generation was begun without `credit`: it sends whatever it has")
+        generation.credit.grant(num_tokens)
+        if generation.stream is not None and not generation.credit.is_used_up:
+            generation.stream.resume("credit")
 
     def _stands(self, generation: _Generation, stream: Stream) -> None:
         generation.stream = stream
+        if generation.is_cancelled:
+            stream.cancel("cancelled")
         if generation.is_paused:
             stream.pause("client")
         if self._writer.is_full:
             stream.pause("slow reader")
+        _pause_for_credit(generation)
 
-    def _steer(self, kind: str, client_id: str) -> None:
+    def _find(self, client_id: str) -> _Generation:
         generation = self._live.get(client_id)
         if generation is None:
             raise UnknownStream(f"this socket has no live generation {client_id!r}")
+        return generation
+
+    def _steer(self, kind: str, client_id: str) -> None:
+        generation = self._find(client_id)
         stream = generation.stream
         if kind == "cancel":
             if stream is not None:
                 stream.cancel("cancelled")
+            elif generation.is_attach:
+                generation.is_cancelled = True
             elif generation.task is not None:
                 generation.task.cancel()
                 generation.outlet.end(0, Ending("abort", "cancelled"))
@@ -295,13 +336,31 @@ def _take_id(fields: dict[str, object]) -> str:
     return value
 
 
-def _take_grace(fields: dict[str, object]) -> float:
-    value = fields.pop("attach_grace_s", 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_GRACE_S:
-        raise InvalidField(
-            "attach_grace_s", f"must be a number of seconds from 0 to {MAX_GRACE_S:g}, got {value!r}"[:300]
-        )
-    return float(value)
+def _take_known(fields: dict[str, object]) -> Cursor:
+    """What an `attach` says that its client has: `cursor`, or `from_token`, which is one number for all choices."""
+    cursor, from_token = fields.pop("cursor", None), fields.pop("from_token", None)
+    if cursor is None:
+        from_token = 0 if from_token is None else from_token
+        if not isinstance(from_token, int) or isinstance(from_token, bool) or not 0 <= from_token < 2**31:
+            raise InvalidField("from_token", f"must be a whole number from 0 on, got {from_token!r}"[:300])
+        return at_token(from_token, "from_token")
+    if from_token is not None:
+        raise InvalidField("from_token", "send either cursor or from_token")
+    if not isinstance(cursor, str):
+        raise InvalidField("cursor", f"must be a text, got {cursor!r}"[:300])
+    return parse_cursor(cursor, "cursor")
+
+
+def _take_tokens(fields: dict[str, object], name: str, least: int) -> int:
+    value = fields.pop(name, None)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_TOKENS:
+        raise InvalidField(name, f"must be a whole number of tokens from {least} to {MAX_TOKENS}, got {value!r}"[:300])
+    return value
+
+
+def _pause_for_credit(generation: _Generation) -> None:
+    if generation.stream is not None and generation.credit is not None and generation.credit.is_used_up:
+        generation.stream.pause("credit")
 
 
 def _refuse_rest(fields: dict[str, object]) -> None:

@@ -7,8 +7,18 @@ import pytest
 import engine.publisher
 from engine.publisher import NO_GATEWAY, Publisher
 from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
+from engine.simulation.simulated_model import SimulatedModel
 from streamkv.errors import InvalidField
-from streamkv.protocol import Attached, EngineMessage, StepOutput, decode_from_engine, unpack_ids
+from streamkv.protocol import (
+    Attached,
+    EngineMessage,
+    Finished,
+    PromptLogprobs,
+    StepOutput,
+    TokenLogprobs,
+    decode_from_engine,
+    unpack_ids,
+)
 from streamkv.sampling import SamplingParams
 
 A, B = b"gateway a", b"gateway b"
@@ -318,3 +328,158 @@ def test_what_was_found_of_a_prompt_is_told_once_with_its_first_tokens(wire: Wir
         publisher.publish([output(request, token), output(other, token)], 1.0)
     hits = [unpack_ids(message.hits) for _, message in wire.sent if isinstance(message, StepOutput)]
     assert hits == [[7, 3], []]
+
+
+# Log probabilities
+
+NUM_TOP = 2
+
+
+def values_of(token_ids: list[int], start: int) -> TokenLogprobs:
+    return SimulatedModel().logprobs(token_ids, start, NUM_TOP)
+
+
+def told_request(n: int = 1, prompt_len: int = 4) -> Request:
+    request = request_at(A, 1, n=n, grace_s=5.0, prompt_len=prompt_len)
+    sampling = SamplingParams(seed=0, max_tokens=1000, n=n, logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
+    request.sampling = sampling
+    return request
+
+
+def told(request: Request, *tokens: int, choice: int = 0, reason: str = "") -> SequenceOutput:
+    sequence = request.sequences[choice]
+    values = values_of(list(tokens), len(sequence.token_ids))
+    plain = output(request, *tokens, choice=choice, reason=reason)
+    return SequenceOutput(sequence, plain.token_ids, reason, logprobs=values if tokens else None)
+
+
+def part(request: Request, start: int, end: int) -> SequenceOutput:
+    values = values_of(request.prompt_token_ids[start:end], start)
+    return SequenceOutput(request.sequences[0], [], prompt_logprobs=(start, values))
+
+
+def test_log_probabilities_name_the_row_that_they_are_of(wire: Wire, publisher: Publisher) -> None:
+    plain, request = request_at(A, 7), told_request(n=2)
+    for each in (plain, request):
+        publisher.add(each)
+    publisher.publish([output(plain, 9), told(request, 5, choice=1), output(plain, 9), told(request, 6, 7)], 1.0)
+    ((_, message),) = wire.sent
+    assert isinstance(message, StepOutput)
+    assert {row.row: row.values for row in message.logprobs} == {1: values_of([5], 4), 3: values_of([6, 7], 4)}
+    assert message.prompt_logprobs == []
+
+
+def test_a_prompt_is_told_of_once_and_without_a_gap_whatever_is_computed_again(
+    wire: Wire, publisher: Publisher
+) -> None:
+    request = told_request(prompt_len=20)
+    publisher.add(request)
+    for start, end in ((1, 5), (1, 3), (3, 9), (12, 15), (1, 9), (9, 20), (1, 20)):
+        publisher.publish([part(request, start, end)], 1.0)
+    parts: list[PromptLogprobs] = []
+    for _, message in wire.sent:
+        assert isinstance(message, StepOutput)
+        parts += message.prompt_logprobs
+    assert [(each.start, each.values.num_tokens) for each in parts] == [(1, 4), (5, 4), (9, 11)]
+    for each in parts:
+        ids = request.prompt_token_ids[each.start : each.start + each.values.num_tokens]
+        assert each.values == values_of(ids, each.start)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.attach(stream, B, 1, 0)
+    attached = next(message for _, message in wire.sent if isinstance(message, Attached))
+    assert attached.prompt_logprobs == values_of(request.prompt_token_ids[1:], 1)
+
+
+def test_parts_of_a_prompt_whose_stream_is_gone_are_dropped(wire: Wire, publisher: Publisher) -> None:
+    request, kept = told_request(), request_at(A, 2, grace_s=5.0)
+    publisher.add(kept)
+    publisher.add(request)
+    publisher.publish([told(request, reason="abort")], 1.0)
+    wire.sent.clear()
+    publisher.publish([part(request, 1, 4), part(kept, 1, 4)], 1.0)
+    assert wire.sent == []
+
+
+@pytest.mark.parametrize("max_bytes", [60, 200, 1000])
+def test_what_is_too_much_for_one_message_comes_in_several_in_order(
+    wire: Wire, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    monkeypatch.setattr(engine.publisher, "_MAX_STEP_BYTES", max_bytes)
+    request = told_request(n=3, prompt_len=30)
+    request.sequences[0].num_cached_tokens = 2
+    publisher.add(request)
+    lengths = [40, 1, 13]
+    outputs = [part(request, 1, 30)]
+    outputs += [told(request, *range(count), choice=choice, reason="stop") for choice, count in enumerate(lengths)]
+    publisher.publish(outputs, 1.0)
+    assert len(wire.sent) > 2
+    messages = [message for _, message in wire.sent if isinstance(message, StepOutput)]
+    next_position, tokens = 1, dict.fromkeys(range(3), 0)
+    ends: list[Finished] = []
+    for message in messages:
+        choices = unpack_ids(message.choices) or [0] * (len(message.request_ids) // 4)
+        counts = unpack_ids(message.num_tokens) or [1] * len(choices)
+        num_bytes = len(message.token_ids) + sum(row.values.num_bytes for row in message.logprobs)
+        num_bytes += sum(each.values.num_bytes for each in message.prompt_logprobs)
+        assert num_bytes <= max_bytes
+        for each in message.prompt_logprobs:
+            assert each.start == next_position and not any(tokens.values())
+            next_position += each.values.num_tokens
+        assert [row.row for row in message.logprobs] == list(range(len(choices)))
+        for choice, count, row in zip(choices, counts, message.logprobs, strict=True):
+            start = tokens[choice]
+            assert row.values == values_of(list(range(start, start + count)), 30 + start)
+            tokens[choice] += count
+        ends += message.finished
+    assert (next_position, list(tokens.values())) == (30, lengths)
+    assert len(ends) == 3 and messages[-1].finished == ends
+    assert [unpack_ids(message.hits) for message in messages if message.hits] == [[1, 2]]
+    assert len({message.step for message in messages}) == len(messages)
+
+
+def test_what_is_kept_of_a_stream_counts_its_log_probabilities(wire: Wire, publisher: Publisher) -> None:
+    request = told_request()
+    publisher.add(request)
+    publisher.publish([part(request, 1, 4), told(request, 5)], 1.0)
+    publisher.publish([told(request, reason="stop")], 1.0)
+    assert publisher.num_dropped == 1, "one token with its own is more than the bound that is set here"
+    roomy = Publisher(wire.send)
+    request = told_request()
+    roomy.add(request)
+    roomy.publish([part(request, 1, 4), told(request, 5)], 1.0)
+    roomy.publish([told(request, reason="stop")], 1.0)
+    assert roomy.kept_bytes == 5 + 16 + 4 + (1 + 3) * (4 + 8 * NUM_TOP)
+    roomy.expire(100.0)
+    assert roomy.kept_bytes == 0
+
+
+def test_a_tail_too_large_with_its_log_probabilities_is_refused(
+    wire: Wire, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = told_request()
+    publisher.add(request)
+    publisher.publish([told(request, *range(100))], 1.0)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    monkeypatch.setattr(engine.publisher, "MAX_FRAME_BYTES", engine.publisher._REST_BYTES + 1000)
+    with pytest.raises(InvalidField, match="too many"):
+        publisher.attach(stream, B, 1, 0)
+    publisher.attach(stream, B, 1, 80)
+    attached = next(message for _, message in wire.sent if isinstance(message, Attached))
+    assert attached.logprobs == [values_of(list(range(80, 100)), 84)]
+
+
+def test_prior_log_probabilities_are_kept_for_those_who_attach(wire: Wire, publisher: Publisher) -> None:
+    request = told_request(n=2)
+    request.prior_token_ids, request.finished_choices = [[5, 6], [7]], [1]
+    request.prior_logprobs = [values_of([5, 6], 4), values_of([7], 4)]
+    request.sequences[0].token_ids += [5, 6]
+    publisher.add(request)
+    publisher.publish([told(request, 8)], 1.0)
+    stream = publisher.find(request.stream_id)
+    assert stream is not None
+    publisher.attach(stream, B, 1, 1)
+    attached = next(message for _, message in wire.sent if isinstance(message, Attached))
+    assert [unpack_ids(tokens) for tokens in attached.token_ids] == [[6, 8], []]
+    assert attached.logprobs == [values_of([6, 8], 5), TokenLogprobs(b"")]

@@ -6,16 +6,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.schema import (
-    ChatRequest,
-    CompletionRequest,
-    RequestLimits,
-    chat_from_fields,
-    completion_from_fields,
-    generate_from_fields,
-    parse_chat,
-    parse_completion,
-)
+from gateway.schema.chat import ChatRequest, chat_from_fields, parse_chat
+from gateway.schema.completion import CompletionRequest, completion_from_fields, parse_completion
+from gateway.schema.generate import generate_from_fields
+from gateway.schema.options import RequestLimits
 from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 
@@ -24,7 +18,9 @@ PROMPTS = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 WAYS = {"messages": (chat_from_fields, parse_chat), "prompt": (completion_from_fields, parse_completion)}
 
 small = st.integers(-1, 6)
-odd = st.sampled_from([None, True, False, "", "x", 1.5, -0.0, 1e308, 2**31, -(2**63), 2**64, 10**30, [], {}, [None]])
+odd: st.SearchStrategy[object] = st.sampled_from(
+    [None, True, False, "", "x", 1.5, -0.0, 1e308, 2**31, -(2**63), 2**64, 10**30, [], {}, [None]]
+)
 FIELDS: dict[str, st.SearchStrategy[object]] = {
     "n": small,
     "best_of": small,
@@ -47,8 +43,18 @@ FIELDS: dict[str, st.SearchStrategy[object]] = {
     "ignore_eos": st.booleans(),
     "cache_salt": st.text(max_size=3),
     "priority": small,
-    "logprobs": st.booleans(),
+    "logprobs": st.booleans() | small,
+    "top_logprobs": small,
+    "prompt_logprobs": small,
+    "return_tokens_as_token_ids": st.booleans(),
     "echo": st.booleans(),
+    "presence_penalty": st.sampled_from([-2, 0, 0.5, 3]),
+    "frequency_penalty": st.sampled_from([-2, 0, 0.5, 3]),
+    "repetition_penalty": st.sampled_from([0, 0.5, 1, 11]),
+    "logit_bias": st.dictionaries(
+        st.sampled_from(["0", "99", "100", "-1", "x"]), st.sampled_from([-100, 1.5, 101, "x"])
+    ),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "x"}]),
     "nonsense": small,
 }
 bodies = st.dictionaries(st.sampled_from(sorted(FIELDS)), st.none(), max_size=6).flatmap(
@@ -62,7 +68,7 @@ def taken(kind: str, fields: dict[str, object]) -> ChatRequest | CompletionReque
     outcomes: list[ChatRequest | CompletionRequest | InvalidField] = []
     for parse, body in ((from_fields, fields), (from_bytes, json.dumps(fields).encode())):
         try:
-            outcomes.append(parse(body, LIMITS))  # type: ignore[operator]
+            outcomes.append(parse(body, LIMITS))  # type: ignore[arg-type]
         except InvalidField as error:
             outcomes.append(error)
     first, second = outcomes

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gateway import auth
 from gateway import keys as app_keys
 from gateway.auth import ApiKeys, Caller, OriginRefused, Unauthorized, check_origin, load_api_keys
+from gateway.cursor import FROM_START
 from gateway.streams import NoOutlet, UnknownStream
 from streamkv.client import Client, ServerError
 from streamkv.errors import ConfigError
@@ -445,7 +446,7 @@ async def test_an_attach_by_another_key_does_not_stand_in_the_owner_s_way(keys: 
             await owner.send_json(generate(max_tokens=100, attach_grace_s=20))
             stream_id = bytes.fromhex((await read(owner, "started"))["stream_id"])
             service = there.app[app_keys.GENERATION]
-            both = (service.attach(stream_id, 0, NoOutlet(), Caller(name)) for name in ("bob", "alice"))
+            both = (service.attach(stream_id, FROM_START, NoOutlet(), Caller(name)) for name in ("bob", "alice"))
             bobs, alices = await asyncio.gather(*both)
             await asyncio.wait([bobs.ended, alices.ended])
             assert isinstance(bobs.failure, UnknownStream)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenizer import Detokenizer, StopMatcher
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import Tokenizer, json_inside
 from tests.support.small_tokenizers import train_byte_fallback, train_byte_level, train_metaspace, write_folder
 
 KINDS = {"bytes": train_byte_level, "byte_fallback": train_byte_fallback, "window": train_metaspace}
@@ -134,7 +134,7 @@ def test_taking_whole_pieces_gives_the_same_text(
             text += piece
             detokenizer.num_tokens_shown += 1
         else:
-            text += detokenizer.push_json(token_id)
+            text += json_inside(detokenizer.push(token_id))
             can_take = detokenizer.can_take_whole_piece
     assert json.loads(b'"' + text + b'"') + detokenizer.finish() == tokenizer.decode(ids)
     assert detokenizer.num_tokens_shown == len(ids)

@@ -9,8 +9,14 @@ from gateway.admission import UnknownModel
 from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
 from gateway.errors import describe, describe_status, error_body, error_fields
+from gateway.limits import Allowance, RateLimited, Standing, Verdict
 from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from streamkv.errors import InvalidField, ModelError
+
+
+def over_limit(limit: str, retry_after_s: float) -> RateLimited:
+    return RateLimited(Verdict(Standing(Allowance(60, 600, 6)), limit, retry_after_s))
+
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
@@ -23,6 +29,7 @@ INVALID, SERVER = "invalid_request_error", "server_error"
         (OriginRefused(), 403, INVALID, None, "origin_not_allowed"),
         (UnknownModel("gpt-5", "smol"), 404, INVALID, "model", "model_not_found"),
         (UnknownStream("gone"), 404, INVALID, None, "unknown_stream"),
+        (over_limit("tokens", 3.2), 429, "tokens", None, "rate_limit_exceeded"),
         (Overloaded("full", 3.2), 503, "overloaded_error", None, "overloaded"),
         (EngineUnavailable("loading", 0.0), 503, SERVER, None, "not_ready"),
         (RequestTimeout(600.0), 504, SERVER, None, "timeout"),
@@ -49,6 +56,13 @@ def test_an_exception_has_its_status_and_openai_s_shape(
     assert "/secret" not in body["error"]["message"]
     if status < 500 or isinstance(error, EngineFault | EngineUnavailable | RequestTimeout):
         assert body["error"]["message"] == str(error)
+
+
+@pytest.mark.parametrize(("retry_after_s", "header"), [(0.01, "1"), (1.0, "1"), (7.2, "8"), (5000.1, "5001")])
+def test_429_says_when_however_long_it_takes(retry_after_s: float, header: str) -> None:
+    error = over_limit("requests", retry_after_s)
+    assert describe(error).headers == {"Retry-After": header}
+    assert error_fields(error)["retry_after_s"] == int(header)
 
 
 @pytest.mark.parametrize(

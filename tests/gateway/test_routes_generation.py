@@ -338,9 +338,9 @@ async def test_keep_alives_come_before_the_first_token_and_in_silence() -> None:
     with serving(executor(block_at_step={0: 0.5, 3: 0.5})) as engine:
         async with running_gateway(engine.endpoint, keepalive_s=0.1) as gateway:
             stream = await gateway.events(TEXT, body(max_tokens=6))
-    assert stream.raw.startswith(b": keep-alive\n\n")
+    assert stream.raw.startswith(b": keep-alive\n")
     silent = stream.raw[stream.raw.index(b"data:") :]
-    assert b": keep-alive\n\n" in silent
+    assert b": keep-alive\n" in silent and b": keep-alive\n\n" not in stream.raw
     assert stream.text() == small_tokenizer().decode(expected(6))
 
 
@@ -356,8 +356,8 @@ async def test_http_1_0_gets_the_events_without_chunks(gateway: RunningGateway) 
     writer.close()
     head, _, events = raw.partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower()
-    assert events.startswith(b"data: ") and events.endswith(b"data: [DONE]\n\n")
-    assert events.count(b"\n\n") == events.count(b"data: ")
+    assert events.startswith(b"id: ") and events.endswith(b"data: [DONE]\n\n")
+    assert events.count(b"\n\n") == events.count(b"\ndata: ") == events.count(b"id: ")
 
 
 async def test_streams_asked_for_on_one_connection_without_waiting_come_one_after_the_other(
@@ -449,21 +449,36 @@ async def test_the_engines_end_and_restart_leave_no_mark_on_a_stream() -> None:
 
 
 async def test_a_request_that_ends_its_engine_every_time_is_failed() -> None:
-    with serving(executor(fail_at_step=3)) as first:
+    with serving(executor(fail_at_step=0)) as first:
         async with running_gateway(first.endpoint) as gateway:
             request = asyncio.create_task(gateway.events(TEXT, body(max_tokens=300)))
             client = gateway.app[keys.ENGINE]
             await eventually(lambda: client.num_engine_losses == 1)
-            with serving(executor(fail_at_step=3), endpoint=first.endpoint):
+            with serving(executor(fail_at_step=0), endpoint=first.endpoint):
                 await eventually(lambda: client.num_engine_losses == 2)
-            with serving(executor(fail_at_step=3), endpoint=first.endpoint):
+            with serving(executor(fail_at_step=0), endpoint=first.endpoint):
                 await eventually(lambda: client.num_engine_losses == 3)
             with serving(executor(), endpoint=first.endpoint):
-                stream = await asyncio.wait_for(request, 10)
-                assert stream.reasons() == {0: ["error"]}
-                assert stream.objects[-1]["error"]["code"] == "engine_error" and stream.data[-1] == "[DONE]"
+                refused = await asyncio.wait_for(request, 30)
+                assert refused.status == 500, "nothing had been sent yet"
+                assert json.loads(refused.raw)["error"]["code"] == "engine_error"
                 _, after = await gateway.post(TEXT, body(max_tokens=5))
                 assert after["usage"]["completion_tokens"] == 5
+
+
+async def test_a_request_that_gets_tokens_outlives_any_number_of_engines() -> None:
+    with serving(executor(fail_at_step=6)) as first:
+        async with running_gateway(first.endpoint) as gateway:
+            request = asyncio.create_task(gateway.events(TEXT, body(max_tokens=40, ignore_eos=True)))
+            client = gateway.app[keys.ENGINE]
+            await eventually(lambda: client.num_engine_losses == 1)
+            for num_losses in range(2, 6):
+                with serving(executor(fail_at_step=6), endpoint=first.endpoint):
+                    await eventually(lambda: client.num_engine_losses == num_losses)  # noqa: B023
+            with serving(executor(), endpoint=first.endpoint):
+                stream = await asyncio.wait_for(request, 30)
+    assert stream.reasons() == {0: ["length"]}
+    assert stream.text() == small_tokenizer().decode(expected(40, ignore_eos=True))
 
 
 async def test_a_request_that_the_model_fails_on_is_told_so_once_and_the_others_go_on() -> None:

@@ -19,7 +19,7 @@ from gateway import keys
 from gateway.app import Server, make_app
 from gateway.auth import Caller
 from gateway.metrics import HELP, GatewayMetrics, render
-from gateway.schema import parse_completion
+from gateway.schema.completion import parse_completion
 from gateway.streams import NoOutlet, Stream
 from streamkv.config import GatewayConfig
 from streamkv.errors import ModelError

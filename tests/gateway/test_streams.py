@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from gateway.cursor import FROM_START, Cursor, at_token, parse_cursor
+from gateway.deltas import Delta
 from gateway.engine_client import EngineClient
 from gateway.streams import MAX_ENGINE_DEATHS, BoundedWriter, Ending, Outbox, Stream, StreamState, Usage
 from streamkv.errors import StreamKVError
-from streamkv.protocol import WIRE_VERSION, Attached, Finished, ModelFacts, Ready, pack_ids
+from streamkv.protocol import Attached, Finished, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import eventually, small_tokenizer
 from tests.support.scripted_engine import free_endpoint
@@ -41,6 +43,8 @@ class Told:
     def __init__(self) -> None:
         self.text = b""
         self.token_ids: list[int] = []
+        self.sizes: list[int] = []
+        """Tokens of each part."""
         self.ends: list[Ending] = []
         self.usage: Usage | None = None
         self.failure: StreamKVError | None = None
@@ -49,11 +53,12 @@ class Told:
     def begin(self, stream: Stream) -> None: ...
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:
-        self.delta(choice, text, [token_id])
+        self.delta(choice, Delta(text, [token_id]))
 
-    def delta(self, choice: int, text: bytes, token_ids: Sequence[int]) -> None:
-        self.text += text
-        self.token_ids += token_ids
+    def delta(self, choice: int, delta: Delta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.sizes.append(len(delta.token_ids))
 
     def end(self, choice: int, ending: Ending) -> None:
         self.ends.append(ending)
@@ -65,7 +70,7 @@ class Told:
         self.num_closed += 1
 
 
-def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
+def begun(told: Told, **state: object) -> Stream:
     """A stream that is submitted to an engine which is not there."""
     with free_endpoint() as endpoint:
         engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
@@ -76,7 +81,6 @@ def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
         stream_id=b"s" * 16,
         arrived=0.0,
         on_end=lambda _: None,
-        from_token=from_token,
         tenant=str(state.get("key", "")),
     )
     sampling = SamplingParams(seed=1, max_tokens=50, temperature=0.0)
@@ -85,7 +89,7 @@ def begun(told: Told, *, from_token: int = 0, **state: object) -> Stream:
     return stream
 
 
-def attaching_stream(told: Told, tenant: str = "") -> Stream:
+def attaching_stream(told: Told, tenant: str = "", known: Cursor = FROM_START) -> Stream:
     """A stream of another gateway's, whose attach is not yet answered."""
     with free_endpoint() as endpoint:
         engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
@@ -98,6 +102,7 @@ def attaching_stream(told: Told, tenant: str = "") -> Stream:
         arrived=0.0,
         on_end=lambda _: None,
         tenant=tenant,
+        known=known,
     )
 
 
@@ -139,29 +144,32 @@ async def test_a_continuation_holds_every_token_and_the_client_none_twice() -> N
     assert (told.text, told.token_ids) == (text(IDS), IDS)
 
 
-def live_at(stream: Stream, epoch: int) -> None:
-    """The engine of now is this life of it."""
-    stream._engine.ready = Ready(WIRE_VERSION, epoch, ModelFacts("m", 1000, 1000, [2]), 16, 100, 8, 512)
-
-
-async def test_a_stream_under_which_engines_keep_dying_is_failed() -> None:
+async def test_a_stream_at_which_engines_keep_dying_is_run_alone_then_failed() -> None:
     told = Told()
     stream = begun(told)
-    for epoch in range(MAX_ENGINE_DEATHS):
-        live_at(stream, epoch + 1)
-        assert stream.submission(epoch) is not None
-    live_at(stream, 9)
+    alone = []
+    for request_id in range(MAX_ENGINE_DEATHS):
+        submit = stream.submission(request_id)
+        assert submit is not None
+        alone.append(submit.runs_alone)
+        stream.suspected()
+    assert alone == [False, False, True]
     assert stream.submission(9) is None
     assert stream.is_done and told.num_closed == 1 and told.failure is not None
     assert [end.finish_reason for end in told.ends] == ["error"]
 
 
-async def test_a_stream_submitted_often_to_one_engine_is_not_failed() -> None:
+async def test_deaths_at_which_it_was_not_computed_and_those_before_a_token_do_not_count() -> None:
     told = Told()
     stream = begun(told)
-    for request_id in range(3 * MAX_ENGINE_DEATHS):
-        live_at(stream, 1 + request_id % 2)
-        assert stream.submission(request_id) is not None
+    for token_id in IDS[:6]:
+        alone = []
+        for _ in range(MAX_ENGINE_DEATHS - 1):
+            stream.suspected()
+            submits = [stream.submission(1), stream.submission(2)]  # again, after a broken connection
+            alone += [submit is not None and submit.runs_alone for submit in submits]
+        assert alone == [False, False, True, True]
+        stream.push_token(token_id)
     assert not stream.is_done
 
 
@@ -199,16 +207,30 @@ async def test_who_attaches_after_a_restart_learns_how_choices_ended_before_it()
     assert again is not None and again.finished_choices == [0, 1, 2]
 
 
-async def test_attaching_from_a_token_sends_only_what_comes_after() -> None:
-    for from_token in range(len(IDS)):
+async def test_who_attaches_at_a_token_is_told_what_comes_before_it_in_a_part_of_its_own() -> None:
+    submit = begun(Told()).submission(8)
+    assert submit is not None
+    for num_known in range(len(IDS)):
         told = Told()
-        stream = begun(told, from_token=from_token)
-        for token_id in IDS:
-            stream.push_token(token_id)
-        stream.finish(Finished(1, 0, "length"))
+        stream = attaching_stream(told, known=at_token(num_known, "from_token"))
+        stream.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, [pack_ids(IDS)]))
+        parts = [len(IDS)] if num_known == 0 else [num_known, len(IDS) - num_known]
+        assert told.sizes == parts and told.text == text(IDS)
+
+
+async def test_a_cursor_beyond_the_stream_is_refused_and_the_stream_goes_on() -> None:
+    submit = begun(Told()).submission(8)
+    assert submit is not None
+    for cursor in (f"{len(IDS) + 1}", f"{len(IDS)}e", "1,1"):
+        told = Told()
+        stream = attaching_stream(told, known=parse_cursor(cursor, "cursor"))
+        stream.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, [pack_ids(IDS)]))
+        assert stream.refusal is not None and stream.refusal.field == "cursor"
+        assert stream.started.done() and not stream.ended.done()
+        stream.finish(Finished(9, 0, "length"))
         stream.flush()
-        assert told.token_ids == IDS[from_token:]
-        assert told.text == text(IDS)[len(text(IDS[:from_token])) :]
+        assert stream.ended.done() and stream.num_output == len(IDS)
+        assert told.num_closed == 0 and told.ends == []
 
 
 async def test_tokens_behind_a_stop_string_are_neither_shown_nor_counted() -> None:

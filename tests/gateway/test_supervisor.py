@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway import supervisor
-from gateway.supervisor import EXIT_USAGE, EngineFailed, Supervisor, describe_exit
+from gateway.supervisor import EXIT_USAGE, ChildFailed, Supervisor, describe_exit
 from tests.support.running_gateway import eventually
 
 
@@ -37,7 +37,7 @@ async def running(watched: Supervisor):  # type: ignore[no-untyped-def]
         yield task
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, EngineFailed):
+        with contextlib.suppress(asyncio.CancelledError, ChildFailed):
             await task
 
 
@@ -77,7 +77,7 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
 
 async def test_a_child_that_cannot_run_is_not_tried_again() -> None:
     watched = Supervisor(child(f"raise SystemExit({EXIT_USAGE})"))
-    with pytest.raises(EngineFailed) as caught:
+    with pytest.raises(ChildFailed) as caught:
         await asyncio.wait_for(watched.run(), 10)
     assert caught.value.exit_code == EXIT_USAGE and watched.num_restarts == 0
 
@@ -86,7 +86,7 @@ async def test_a_child_that_never_gets_ready_is_given_up_with_back_off(monkeypat
     monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.05)
     watched = Supervisor(child("raise SystemExit(1)"))
     begun = time.perf_counter()
-    with pytest.raises(EngineFailed, match="exit code 1") as caught:
+    with pytest.raises(ChildFailed, match="exit code 1") as caught:
         await asyncio.wait_for(watched.run(), 20)
     assert caught.value.exit_code == 1
     assert watched.num_restarts == supervisor.MAX_FAILED_STARTS - 1

@@ -28,7 +28,7 @@ from tests.support.small_tokenizers import (
 )
 
 ORACLE = Path(__file__).parents[1] / "data" / "smol135m-greedy.json"
-MODULES = ["tokenizer", "detokenizer", "schema", "errors", "gguf_vocabulary", "chat_template"]
+MODULES = ["tokenizer", "detokenizer", "schema.chat", "schema.tokens", "errors", "chat_template"]
 
 text_with_traps = st.lists(
     st.one_of(

@@ -14,6 +14,7 @@ import pytest
 
 from gateway import keys
 from gateway.auth import Caller
+from gateway.cursor import FROM_START
 from gateway.errors import error_fields
 from gateway.routes import websocket
 from gateway.socket_events import JsonCodec, SocketOutlet
@@ -442,7 +443,9 @@ async def test_who_goes_before_the_answer_to_an_attach_leaves_the_stream_to_othe
         BoundedWriter(slow.app[keys.OUTBOX], 1000), JsonCodec(), "x", error_fields=error_fields, on_close=lambda: None
     )
     service = slow.app[keys.GENERATION]
-    service.leave(await service.attach(bytes.fromhex(stream_id), 0, outlet, Caller()))
+    attaching = asyncio.create_task(service.attach(bytes.fromhex(stream_id), FROM_START, outlet, Caller()))
+    await eventually(lambda: service.num_live == 1)
+    assert attaching.cancel()
     await asyncio.sleep(0.1)
     async with connected(slow) as second:
         await second.send(type="attach", id="b", stream_id=stream_id, from_token=0)

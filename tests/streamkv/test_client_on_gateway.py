@@ -129,7 +129,7 @@ async def test_a_closed_socket_ends_every_generation_with_an_error(
                 pass
     server = gateway(model, engine)
     url = await server.__aenter__()
-    async with Client(url) as client, client.socket() as socket:
+    async with Client(url, attach_grace_s=0.3) as client, client.socket() as socket:
         stream = socket.generate({**PROMPT, "max_tokens": 16_000})
         await anext(stream)
         closing = asyncio.create_task(server.__aexit__(None, None, None))

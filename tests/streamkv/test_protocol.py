@@ -20,19 +20,24 @@ from streamkv.protocol import (
     Loading,
     ModelFacts,
     Pause,
+    PromptLogprobs,
     Ready,
     Rejected,
     Resume,
+    RowLogprobs,
     Stats,
     StepOutput,
     Submit,
+    TokenLogprobs,
     WireError,
     decode_from_engine,
     decode_from_gateway,
     encode,
+    pack_floats,
     pack_ids,
     pack_rows,
     peek_request_id,
+    unpack_floats,
     unpack_ids,
 )
 from streamkv.sampling import SamplingParams
@@ -41,7 +46,9 @@ SUBMIT = Submit(
     request_id=2**31 - 1,
     stream_id=bytes(range(16)),
     prompt_token_ids=pack_ids([0, 2**31 - 1]),
-    sampling=SamplingParams(seed=2**64 - 1, max_tokens=3, top_p=0.5, stop_token_ids=[1]),
+    sampling=SamplingParams(
+        seed=2**64 - 1, max_tokens=3, top_p=0.5, stop_token_ids=[1], logit_bias={0: -100.0, 5: 0.5}, logprobs=1
+    ),
     gateway_state=b"\x00\xff",
     prior_token_ids=[pack_ids([3])],
     finished_choices=[],
@@ -52,7 +59,9 @@ SUBMIT = Submit(
     cache_salt="salt",
     label="läbel",
     shares_prefix=True,
+    prior_logprobs=[TokenLogprobs(pack_floats([-0.5]), pack_ids([3]), pack_floats([-0.5]))],
 )
+TOLD = TokenLogprobs(pack_floats([-0.5, -2.0]), pack_ids([4, 5, 6, 7]), pack_floats([-0.5, -1, -1.5, -2]))
 FROM_GATEWAY: list[GatewayMessage] = [
     Hello(WIRE_VERSION, b"g" * 16),
     Heartbeat(5, 2**62),
@@ -68,9 +77,18 @@ END = Finished(1, 0, "stop", "eos", 2, 10, 1)
 FROM_ENGINE: list[EngineMessage] = [
     Ready(WIRE_VERSION, 2**62, ModelFacts("m", 10, 20, [2], "float32", "cpu", 5), 16, 100, 256, 8192),
     Loading("loading weights", 12.5),
-    StepOutput(3, pack_ids([1]), pack_ids([2, 3]), pack_ids([2]), pack_ids([1]), [END]),
+    StepOutput(
+        3,
+        pack_ids([1]),
+        pack_ids([2, 3]),
+        pack_ids([2]),
+        pack_ids([1]),
+        [END],
+        logprobs=[RowLogprobs(0, TOLD)],
+        prompt_logprobs=[PromptLogprobs(1, 1, TOLD)],
+    ),
     Rejected(1, "invalid", "too long", "prompt", 1.5),
-    Attached(1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END]),
+    Attached(1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END], [TOLD, TokenLogprobs(b"")], TOLD),
     Stats(1, {"a": 1.5}, {"b": 2.0}, {"h": Histogram([1.0], [2, 3], 4.5)}),
     Heartbeat(5, 2**62, True, 1.5, 2.5),
     WireError("undecodable", "why", 7),
@@ -120,6 +138,27 @@ def test_ids_are_little_endian_int32() -> None:
             pack_ids([wrong])
     with pytest.raises(WireDecodeError, match="got 5 bytes"):
         unpack_ids(b"12345")
+
+
+def test_numbers_are_little_endian_float32() -> None:
+    assert pack_floats([1.0, -0.5]) == bytes.fromhex("0000803f 000000bf")
+    assert unpack_floats(pack_floats([-0.25, 0.0, 1e300])) == [-0.25, 0.0, float("inf")]
+    with pytest.raises(WireDecodeError, match="got 3 bytes"):
+        unpack_floats(b"123")
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 3])
+def test_log_probabilities_are_cut_by_tokens(num_top: int) -> None:
+    whole = TokenLogprobs(
+        pack_floats([-1, -2, -3, -4]), pack_ids(range(4 * num_top)), pack_floats(-i for i in range(4 * num_top))
+    )
+    assert (whole.num_tokens, whole.num_top, whole.num_bytes) == (4, num_top, 16 + 32 * num_top)
+    part = whole.between(1, 3)
+    assert (part.num_tokens, part.num_top) == (2, num_top)
+    assert unpack_floats(part.chosen) == [-2, -3]
+    assert unpack_ids(part.top_ids) == list(range(num_top, 3 * num_top))
+    assert unpack_floats(part.top_logprobs) == [-i for i in range(num_top, 3 * num_top)]
+    assert whole.between(0, 4) == whole and whole.between(4, 4) == TokenLogprobs(b"")
 
 
 def test_the_common_step_costs_eight_bytes_a_row() -> None:

@@ -9,7 +9,7 @@ from engine.kv.block_manager import BlockManager
 from engine.kv.tiers import TierSizes
 from engine.scheduling.limits import SchedulerLimits
 from engine.scheduling.scheduler import Scheduler
-from engine.sequence import Request, Sequence
+from engine.sequence import Request, Sequence, SequenceOutput
 from streamkv.config import PreemptionMode
 from streamkv.sampling import SamplingParams
 
@@ -26,17 +26,21 @@ class DrivenEngine:
         num_blocks: int,
         tiers: TierSizes | None = None,
         mode: PreemptionMode = "auto",
+        max_prefill_tokens: int = 0,
     ) -> None:
         """num_blocks: those that can be handed out."""
-        limits = SchedulerLimits(16, 256, 0, 16, True, 2048, 64, (2,), preemption_mode=mode)
+        limits = SchedulerLimits(16, 256, max_prefill_tokens, 16, True, 2048, 64, (2,), preemption_mode=mode)
         self.runner = runner
         self.blocks = BlockManager(num_blocks + 1, block_size, tiers=tiers)
         self.scheduler = Scheduler(limits, self.blocks, clock=lambda: 0.0)
         self._wake = threading.Event()
         self._num_requests = 0
+        self.outputs: list[SequenceOutput] = []
+        """All that the steps have brought."""
 
-    def add(self, prompt: list[int], max_tokens: int, n: int = 1) -> Request:
-        sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, n=n)
+    def add(self, prompt: list[int], max_tokens: int, n: int = 1, sampling: SamplingParams | None = None) -> Request:
+        """sampling: instead of greedy generation of max_tokens."""
+        sampling = sampling or SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, n=n)
         request = Request(
             self._num_requests, b"g", self._num_requests.to_bytes(16, "big"), prompt, sampling, arrival_s=0.0
         )
@@ -52,7 +56,7 @@ class DrivenEngine:
         for transfer in self.scheduler.take_transfers():
             self.runner.start_transfer(transfer, self._wake.set)
         if launch is not None:
-            self.scheduler.update(launch.plan, self.runner.collect(launch))
+            self.outputs += self.scheduler.update(launch.plan, self.runner.collect(launch))
         elif not self.scheduler.num_transfers:
             return False
         else:

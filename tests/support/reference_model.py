@@ -17,7 +17,7 @@ from engine.layers.linear import PlainMethod, Product
 from engine.layers.rotary import pair_order
 from engine.models.config import ModelConfig
 from engine.models.load import load_model
-from gateway.gguf_vocabulary import read_gguf_vocabulary, write_tokenizer_folder
+from streamkv.gguf_vocabulary import read_gguf_vocabulary, write_tokenizer_folder
 from streamkv.model_files import ModelFiles, cache_folder, resolve
 
 _CACHED_NAME = "smollm2-135m-instruct-bfloat16"

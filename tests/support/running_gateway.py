@@ -13,9 +13,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from gateway.access_log import AccessLog
 from gateway.app import Server, make_app
 from gateway.auth import ApiKeys
 from gateway.tokenizer import Tokenizer
+from gateway.tracing import Tracing
 from streamkv.config import GatewayConfig
 from tests.support.small_tokenizers import CHATML, train_byte_level, write_folder
 
@@ -58,9 +60,11 @@ class RunningGateway:
             raw = await response.read()
             return Events(response.status, dict(response.headers), raw)
 
-    async def metrics(self) -> dict[str, float]:
+    async def metrics(self, key: str = "") -> dict[str, float]:
         """Sample → value."""
-        _, text = await self.get("/metrics")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.session.get(self.url + "/metrics", headers=headers) as response:
+            text = await response.text()
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]
         return {line.rpartition(" ")[0].removeprefix("streamkv_"): float(line.rpartition(" ")[2]) for line in lines}
 
@@ -78,7 +82,7 @@ class Events:
         self.status = status
         self.headers = headers
         self.raw = raw
-        lines = raw.decode().split("\n\n")
+        lines = raw.decode().split("\n")
         self.data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         self.objects: list[dict[str, Any]] = [json.loads(data) for data in self.data if data != "[DONE]"]
 
@@ -119,11 +123,13 @@ async def running_gateway(
     *,
     is_ready: bool = True,
     api_keys: ApiKeys | None = None,
+    access_log: AccessLog | None = None,
+    tracing: Tracing | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway for the engine at `endpoint`; with is_ready it takes work already. `settings`: of GatewayConfig."""
     config = GatewayConfig(**{"port": 0, "heartbeat_s": 0.2, "startup_wait_s": 20.0, **settings})
-    app = make_app(config, load_tokenizer, endpoint=endpoint, api_keys=api_keys)
+    app = make_app(config, load_tokenizer, endpoint=endpoint, api_keys=api_keys, access_log=access_log, tracing=tracing)
     server = Server(app)
     await server.start("127.0.0.1", 0)
     connector = aiohttp.TCPConnector(limit=0)
@@ -137,7 +143,7 @@ async def running_gateway(
         await server.close()
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until it holds; fails the test when that takes too long."""
     until_s = time.monotonic() + timeout_s
     while not condition():
@@ -145,7 +151,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> 
         await asyncio.sleep(0.01)
 
 
-async def eventually_async(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def eventually_async(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
     """The same for a condition that is awaited."""
     until_s = time.monotonic() + timeout_s
     while not await condition():

@@ -9,14 +9,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 from engine.executor import DeviceLimits, ReportProgress
 from engine.plan import NewSequence, StepPlan, StepTokens
 from engine.simulation.device import Known, PlanViolation, SimulatedDevice, SimulatedDisk
 from engine.simulation.simulated_model import Context, EosRule, SimulatedModel
 from engine.transfer import Transfer, TransferKind, TransferResult
+from streamkv.errors import InvalidField
 from streamkv.protocol import ModelFacts
-from streamkv.sampling import SamplingParams
+from streamkv.sampling import Grammar, SamplingParams
 
 
 class InjectedFault(RuntimeError):
@@ -110,6 +112,9 @@ class ScriptedExecutor:
         self.disk_s = 0.001
         """What a block is said to take on its way from or to the disk."""
         self.started: list[Transfer] = []
+        self.grammars: list[tuple[Grammar, Future[object]]] | None = None
+        """Those that are being compiled until the test says what becomes of them, and that change no token; None: all
+        are refused."""
         self.transfer_s = transfer_s
         self._step_s, self._load_s, self._sleep = step_s, load_s, sleep
         self._holds_transfers = holds_transfers
@@ -188,6 +193,14 @@ class ScriptedExecutor:
         with self._device_lock:
             results, self._finished = self._finished, []
         return results
+
+    def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
+        if self.grammars is None:
+            raise InvalidField(grammar.field, "cannot be followed by a script")
+        compiling: Future[object] = Future()
+        compiling.add_done_callback(lambda _: on_done())
+        self.grammars.append((grammar, compiling))
+        return compiling
 
     def close(self) -> None:
         if not self._closed:

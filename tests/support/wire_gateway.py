@@ -15,9 +15,11 @@ from streamkv.protocol import (
     GatewayMessage,
     Heartbeat,
     Hello,
+    PromptLogprobs,
     Ready,
     StepOutput,
     Submit,
+    TokenLogprobs,
     decode_from_engine,
     encode,
     pack_ids,
@@ -45,6 +47,9 @@ class Received:
     """By choice."""
     finished: dict[int, Finished] = field(default_factory=dict)
     attached: Attached | None = None
+    logprobs: defaultdict[int, list[TokenLogprobs]] = field(default_factory=lambda: defaultdict(list))
+    """By choice, as they came: each of one or more tokens."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class WireGateway:
@@ -138,6 +143,11 @@ class WireGateway:
             assert choice not in received.finished, "tokens after the end"
             received.tokens[choice] += token_ids[start : start + count]
             start += count
+        for told in output.logprobs:
+            assert told.values.num_tokens == counts[told.row]
+            self.requests[request_ids[told.row]].logprobs[choices[told.row]].append(told.values)
+        for part in output.prompt_logprobs:
+            self.requests[part.request_id].prompt_logprobs.append(part)
         for end in output.finished:
             received = self.requests[end.request_id]
             assert end.choice not in received.finished, "a choice ended twice"

@@ -9,6 +9,7 @@ import torch
 
 from engine.execution.sampler import NO_TOKEN, UNUSABLE_LOGITS, SampledRow, sample, sample_step
 from engine.plan import NewSequence
+from streamkv.protocol import unpack_floats
 from streamkv.sampling import SamplingParams
 
 
@@ -237,7 +238,8 @@ def test_ranked_rows_get_the_models_own_log_probabilities_and_others_draw_as_eve
     assert tokens.token_ids == drawn
     assert drawn[2] != 2
     expected = torch.log_softmax(logits.double(), -1)
-    assert tokens.logprobs == {i: pytest.approx(expected[i, drawn[i]].item(), abs=1e-5) for i in (1, 2)}, (
+    told = {i: unpack_floats(values.chosen) for i, values in tokens.logprobs.items()}
+    assert told == {i: [pytest.approx(expected[i, drawn[i]].item(), abs=1e-5)] for i in (1, 2)}, (
         "a row whose choices are not ranked has none"
     )
     assert not tokens.candidates and not tokens.failed

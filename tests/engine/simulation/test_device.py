@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from engine.plan import StepPlan
@@ -290,3 +291,28 @@ def test_a_start_finds_parents_first_and_drops_orphans():
         disk.write(stored, values)
     assert disk.stored() == [first, second]
     assert orphan.digest not in disk.blocks
+
+
+@pytest.mark.parametrize("settings", [{"frequency_penalty": 1.0}, {"prompt_logprobs": 1}])
+def test_a_sequence_whose_tokens_are_needed_must_come_with_them(settings: dict[str, float]):
+    new = replace(
+        facts(1), sampling=msgspec.structs.replace(GREEDY, **settings), tells_prompt="prompt_logprobs" in settings
+    )
+    with pytest.raises(PlanViolation, match="were told"):
+        Device().run(plan_of(0, entry(1, 0, [5, 6, 7], [3]), new_sequences=[new]))
+    told = replace(new, token_ids=[5, 6, 8])
+    with pytest.raises(PlanViolation, match="had 8 at 2, now has 7"):
+        Device().run(plan_of(0, entry(1, 0, [5, 6, 7], [3]), new_sequences=[told]))
+
+
+def test_a_prompt_is_told_of_as_its_chunks_are_computed_and_only_once():
+    device = Device()
+    prompt = [5, 6, 7, 8, 9, 10]
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=1)
+    new = replace(facts(2, 6), sampling=sampling, token_ids=prompt, tells_prompt=True)
+    early = device.compute(plan_of(1, entry(2, 0, prompt[:3], [5], samples=False), new_sequences=[new]))
+    assert early.prompt_logprobs == {2: (1, MODEL.logprobs(prompt[1:4], 1, 1))}
+    again = plan_of(2, entry(2, 0, prompt, [5, 6]), preempted_sequence_ids=[2], readmitted_sequence_ids=[2])
+    late = device.compute(again)
+    assert late.prompt_logprobs == {2: (4, MODEL.logprobs(prompt[4:], 4, 1))}
+    assert not device.compute(plan_of(3, entry(2, 6, late.token_ids, []))).prompt_logprobs

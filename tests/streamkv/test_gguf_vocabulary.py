@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.chat_template import ChatMessage
-from gateway.gguf_vocabulary import build_vocabulary, read_gguf_vocabulary, read_metadata, write_tokenizer_folder
 from gateway.tokenizer import Tokenizer as OurTokenizer
 from streamkv.errors import ModelError
+from streamkv.gguf_vocabulary import build_vocabulary, read_gguf_vocabulary, read_metadata, write_tokenizer_folder
 from streamkv.model_files import ModelFiles, resolve
 from tests.support.small_tokenizers import CHATML, SPECIAL_TOKENS, train_byte_fallback, train_byte_level, write_gguf
 

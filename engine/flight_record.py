@@ -1,0 +1,95 @@
+"""Which streams the steps in flight compute, kept where the end of this process does not reach it.
+
+A request can be what ends the engine. Who it was shows only in what was in flight at that moment, so the streams of
+each launched step stand in a small file beside the socket, mapped into memory: a write is a copy, and what was written
+is there for the next engine however this one ended. That one names them to the gateways, in Ready.
+
+    the file:   number of streams 4, little-endian | stream ids, 16 bytes each
+"""
+
+import logging
+import mmap
+import os
+import stat
+from collections import deque
+from typing import Final
+
+from engine.sequence import Sequence
+from streamkv.log import fields
+from streamkv.protocol import STREAM_ID_BYTES
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAMS: Final = 16 * 1024
+_COUNT_BYTES: Final = 4
+_SIZE: Final = _COUNT_BYTES + MAX_STREAMS * STREAM_ID_BYTES
+
+
+class FlightRecord:
+    """The record of one engine life, and what the life before has left. Costs a comparison per step while the same
+    sequences run."""
+
+    def __init__(self, path: str) -> None:
+        """path: empty for none. One that cannot be used is logged: then there are never any suspects."""
+        self.suspects: list[bytes] = []
+        """Streams that the engine before computed when it ended; none after one that was asked to end."""
+        self._in_flight: deque[list[Sequence]] = deque()
+        self._written: list[Sequence] = []
+        """Whose streams stand in the file, whether or not they count."""
+        self._num_written = 0
+        self._map: mmap.mmap | None = None
+        if path:
+            try:
+                self._open(path)
+            except OSError as error:
+                logger.warning("no record of the steps in flight", extra=fields(path=path, reason=error.strerror))
+
+    def _open(self, path: str) -> None:
+        """Raises OSError; also for a file that others could have written."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        try:
+            facts = os.fstat(file)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+                raise PermissionError(1, "it is not a file that this user alone can write")
+            self.suspects = _streams_of(os.pread(file, _SIZE, 0))
+            os.ftruncate(file, _SIZE)
+            self._map = mmap.mmap(file, _SIZE)
+            self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)
+        finally:
+            os.close(file)
+
+    def launched(self, sequences: list[Sequence]) -> None:
+        """A step with these was launched. The list is compared and kept, never changed."""
+        self._in_flight.append(sequences)
+        self._write([each for step in self._in_flight for each in step] if len(self._in_flight) > 1 else sequences)
+
+    def collected(self) -> None:
+        """The oldest step is over."""
+        self._in_flight.popleft()
+        if not self._in_flight:
+            self._write([])
+
+    def close(self) -> None:
+        """The end was asked for: nobody is suspected."""
+        if self._map is not None:
+            self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)
+            self._map.close()
+            self._map = None
+
+    def _write(self, sequences: list[Sequence]) -> None:
+        if self._map is None:
+            return
+        if sequences and sequences != self._written:
+            ids = list(dict.fromkeys([each.request.stream_id for each in sequences]))[:MAX_STREAMS]
+            self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)  # an end between the two writes suspects nobody
+            self._map[_COUNT_BYTES : _COUNT_BYTES + len(ids) * STREAM_ID_BYTES] = b"".join(ids)
+            self._written, self._num_written = sequences, len(ids)
+        self._map[:_COUNT_BYTES] = (self._num_written if sequences else 0).to_bytes(_COUNT_BYTES, "little")
+
+
+def _streams_of(data: bytes) -> list[bytes]:
+    count = int.from_bytes(data[:_COUNT_BYTES], "little")
+    if count > MAX_STREAMS or len(data) < _COUNT_BYTES + count * STREAM_ID_BYTES:
+        return []
+    starts = range(_COUNT_BYTES, _COUNT_BYTES + count * STREAM_ID_BYTES, STREAM_ID_BYTES)
+    return [data[start : start + STREAM_ID_BYTES] for start in starts]

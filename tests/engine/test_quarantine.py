@@ -1,0 +1,90 @@
+"""Who may be what ends the engine runs alone until its first token, and nobody is lost over it."""
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from engine.plan import StepPlan
+from streamkv.protocol import Abort, Pause, Ready, Resume, Submit
+from streamkv.sampling import SamplingParams
+from tests.support.scripted_engine import serving
+from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
+from tests.support.wire_gateway import WireGateway, submission
+
+
+class Watched(ScriptedExecutor):
+    """Notes which sequences each step had."""
+
+    def __init__(self, max_in_flight: int = 1) -> None:
+        super().__init__(step_s=0.004, max_in_flight=max_in_flight)
+        self.seen: list[list[int]] = []
+        self.names: dict[int, int] = {}
+        """sequence id → its request's seed, which names it in these tests."""
+
+    def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> ScriptedLaunch:
+        self.names |= {facts.sequence_id: facts.sampling.seed for facts in plan.new_sequences}
+        self.seen.append([self.names[entry.sequence_id] for entry in plan.scheduled])
+        return super().launch(plan, on_done)
+
+    def steps_with(self, name: int) -> list[list[int]]:
+        return [step for step in self.seen if name in step]
+
+
+def named(name: int, max_tokens: int, runs_alone: bool = False, n: int = 1) -> Submit:
+    """A request that has its name as its id, as its seed and as the first of its tokens."""
+    sampling = SamplingParams(seed=name, max_tokens=max_tokens, n=n, temperature=0.0)
+    return msgspec.structs.replace(submission(name, [name, 5, 6, 7], sampling=sampling), runs_alone=runs_alone)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_suspect_shares_no_step_before_its_first_token_and_everybody_gets_theirs(max_in_flight: int) -> None:
+    executor = Watched(max_in_flight)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        for name in (10, 11):
+            gateway.send(named(name, 60))
+        gateway.wait_tokens(11, 3)
+        gateway.send(named(20, 8, runs_alone=True))
+        gateway.send(named(21, 8, runs_alone=True, n=2))
+        gateway.send(named(12, 8))
+        for name, num_choices in ((10, 1), (11, 1), (12, 1), (20, 1), (21, 2)):
+            received = gateway.wait_end(name, num_choices)
+            for choice in range(num_choices):
+                wanted = executor.expected_tokens([name, 5, 6, 7], 60 if name < 12 else 8)
+                assert received.tokens[choice] == wanted
+    for suspect in (20, 21):
+        first = executor.steps_with(suspect)[0]
+        assert set(first) == {suspect}, "alone in the step that may end the engine"
+    assert executor.seen.index(executor.steps_with(20)[0]) < executor.seen.index(executor.steps_with(21)[0])
+    assert executor.seen.index(executor.steps_with(21)[0]) < executor.seen.index(executor.steps_with(12)[0])
+    assert any(len(set(step)) > 2 for step in executor.steps_with(20)), "and among the others afterwards"
+
+
+def test_the_others_go_on_when_a_suspect_goes_or_stands_aside() -> None:
+    executor = Watched()
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gateway.send(named(10, 200))
+        gateway.wait_tokens(10, 3)
+        gateway.send(named(20, 8, runs_alone=True))
+        gateway.send(Pause(20))
+        gateway.send(named(21, 8, runs_alone=True))
+        gateway.send(Abort(21))
+        gateway.send(named(11, 8))
+        assert gateway.wait_end(21).finished[0].finish_reason == "abort"
+        assert gateway.wait_end(11).finished[0].finish_reason == "length"
+        gateway.send(Resume(20))
+        assert gateway.wait_end(20).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 8)
+        assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 200)
+
+
+def test_a_suspect_whose_gateway_is_lost_holds_nobody() -> None:
+    executor = Watched()
+    executor.block_at_step = {0: 1.5}
+    with serving(executor, gateway_timeout_s=0.5) as engine, WireGateway(engine.endpoint, heartbeat_s=0.1) as gateway:
+        with WireGateway(engine.endpoint) as leaving:
+            leaving.send(named(20, 8, runs_alone=True))
+            gateway.send(named(10, 8))
+            threading.Event().wait(0.1)
+        assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)

@@ -1,0 +1,548 @@
+"""An SSE answer that outlives its connection: cut anywhere, at any gateway, nothing is lost and nothing comes twice."""
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import openai
+import pytest
+
+from gateway import keys
+from gateway.auth import ApiKeys, Caller
+from tests.support.running_gateway import (
+    VOCAB_SIZE,
+    RunningGateway,
+    eventually,
+    eventually_async,
+    running_gateway,
+    small_tokenizer,
+)
+from tests.support.scripted_engine import serving
+from tests.support.scripted_executor import ScriptedExecutor
+from tests.support.speaking_executor import SpeakingExecutor
+from tests.support.tool_models import tool_model
+
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = list(range(30, 50))
+MESSAGES = [{"role": "user", "content": "one two"}]
+WHOLE = {"stream": True, "attach_grace_s": 30, "stream_options": {"include_usage": True}}
+CALL = '{"name": "get_weather", "arguments": {"city": "Zürich 😀", "days": 2}}'
+SPOKEN = f"<think>Hmm, 日本 stop s</think>Let me look: é😀.\n<tool_call>\n{CALL}\n</tool_call>"
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+def executor(**options: Any) -> ScriptedExecutor:
+    return ScriptedExecutor(vocab_size=VOCAB_SIZE, **options)
+
+
+def text_of(num_tokens: int) -> str:
+    return small_tokenizer().decode(executor().expected_tokens(PROMPT, num_tokens))
+
+
+def completion(max_tokens: int = 20, **more: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0, **WHOLE, **more}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as running:
+            yield running
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[RunningGateway]:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as running:
+            yield running
+
+
+@dataclass
+class Choice:
+    num_roles: int = 0
+    content: str = ""
+    reasoning: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    calls: list[tuple[int, str, str]] = field(default_factory=list)
+    arguments: str = ""
+    ends: list[str] = field(default_factory=list)
+
+
+def received(raw: bytes) -> tuple[str, list[str]]:
+    """What a client makes of the bytes that came: the last event's id, and the data of each whole event."""
+    last_id = event_id = ""
+    data: list[str] = []
+    lines: list[str] = []
+    for line in raw.decode("utf-8", "ignore").split("\n")[:-1]:
+        if line.startswith("data: "):
+            lines.append(line[6:])
+        elif line.startswith("id: "):
+            event_id = line[4:]
+        elif not line and lines:
+            data.append("\n".join(lines))
+            lines, last_id = [], event_id
+        else:
+            assert not line or line.startswith(":"), line
+    return last_id, data
+
+
+def joined(data: list[str]) -> dict[str, Any]:
+    """All that an answer says, whatever pieces it came in, but for what it found in the cache."""
+    told: dict[str, Any] = {"done": data.count("[DONE]"), "usage": [], "heads": set(), "choices": {}}
+    for event in (json.loads(piece) for piece in data if piece != "[DONE]"):
+        told["heads"].add((event["id"], event["created"], event["model"], event["object"]))
+        if not event["choices"]:
+            told["usage"].append({**event["usage"], "prompt_tokens_details": None})
+        for choice in event["choices"]:
+            found = told["choices"].setdefault(choice["index"], Choice())
+            delta = choice.get("delta", {"content": choice.get("text")})
+            logprobs = choice["logprobs"] or {}
+            found.num_roles += "role" in delta
+            found.content += delta.get("content") or ""
+            found.reasoning += delta.get("reasoning") or ""
+            found.token_ids += choice.get("token_ids", [])
+            found.logprobs += logprobs.get("content") or logprobs.get("tokens") or []
+            found.prompt_ids += choice.get("prompt_token_ids") or event.get("prompt_token_ids") or []
+            found.ends += [choice["finish_reason"]] * (choice["finish_reason"] is not None)
+            for call in delta.get("tool_calls", []):
+                found.calls += [(call["index"], call["id"], call["function"]["name"])] if "id" in call else []
+                found.arguments += call["function"]["arguments"]
+    return told
+
+
+async def raw_answer(gateway: RunningGateway, path: str, body: Mapping[str, Any], **headers: str) -> bytes:
+    async with gateway.session.post(gateway.url + path, json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        return await response.read()
+
+
+def stream_url(gateway: RunningGateway, event_id: str) -> str:
+    return f"{gateway.url}/v1/streams/{event_id.partition('.')[0]}"
+
+
+async def rest(gateway: RunningGateway, event_id: str, **headers: str) -> bytes:
+    """What GET brings behind an event."""
+    async with gateway.session.get(
+        stream_url(gateway, event_id), headers={"Last-Event-ID": event_id, **headers}
+    ) as response:
+        assert response.status in (200, 204), await response.text()
+        return await response.read()
+
+
+async def check_every_cut(gateway: RunningGateway, path: str, body: Mapping[str, Any], other: RunningGateway) -> bytes:
+    """Cut at each byte of an answer that was read whole; go on at `other` from the last event that was there.
+
+    A cut inside an event leaves its client with what the cut before the event leaves it with, so there is one
+    reconnection for all of these.
+    """
+    async with gateway.session.post(gateway.url + path, json=body) as response:
+        assert response.status == 200, await response.text()
+        stream_id = response.headers["X-Stream-Id"]
+        raw = await response.read()
+    assert raw.count(b"\nid: ") + 1 == raw.count(b"\ndata: ") == raw.count(b"\n\n")
+    last_id, data = received(raw)
+    unbroken = joined(data)
+    assert unbroken["done"] == 1 and last_id.endswith(",d")
+    nothing = ",".join("-" * body.get("n", 1))
+    start = 0
+    for end in [*(found.end() for found in re.finditer(rb"\n\n", raw)), len(raw) + 1]:
+        event_id, had = received(raw[:start])
+        assert all(received(raw[:cut]) == (event_id, had) for cut in {start, start + 1, (start + end) // 2, end - 1})
+        again = received(await rest(other, event_id or f"{stream_id}.{nothing}"))[1]
+        assert joined(had + again) == unbroken, (start, event_id)
+        start = end
+    return raw
+
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, completion()),
+    (TEXT, completion(n=3, temperature=0.9, seed=5)),
+    (TEXT, completion(return_token_ids=True, logprobs=2)),
+    (TEXT, completion(echo=True, n=2, seed=1, stream_options={"include_usage": True, "continuous_usage_stats": True})),
+    (TEXT, completion(stop=[text_of(20)[-3:] + "never", text_of(25)[-6:]], max_tokens=40)),
+    (TEXT, completion(stop=text_of(20)[-2:] + "never there")),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 2, **WHOLE}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 9, "logprobs": True, "top_logprobs": 1, "temperature": 0, **WHOLE}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 9, "return_token_ids": True, "n": 2, "seed": 8, **WHOLE}),
+]
+
+
+@pytest.mark.parametrize(
+    "number", [number if number in (1, 4) else pytest.param(number, marks=pytest.mark.long) for number in range(9)]
+)
+async def test_cut_at_every_byte_nothing_is_lost_or_doubled(number: int) -> None:
+    path, body = BODIES[number]
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            await check_every_cut(one, path, body, two)
+
+
+@pytest.mark.parametrize("max_tokens", [pytest.param(400, marks=pytest.mark.long), 37])
+async def test_thoughts_and_calls_are_cut_at_every_byte_too(max_tokens: int) -> None:
+    tokenizer = tool_model("hermes")
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": max_tokens, **WHOLE}
+    with serving(SpeakingExecutor(tokenizer, SPOKEN)) as engine:
+        async with (
+            running_gateway(engine.endpoint, lambda: tokenizer) as one,
+            running_gateway(engine.endpoint, lambda: tokenizer) as two,
+        ):
+            raw = await check_every_cut(one, CHAT, body, two)
+            assert max_tokens < 400 or b'"tool_calls":[' in raw
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3, 4, 5))])
+async def test_a_live_answer_is_cut_again_and_again(slow: RunningGateway, seed: int) -> None:
+    body = [completion(120), completion(60, n=2, temperature=0.9, seed=7)][seed % 2]
+    unbroken = joined(received(await raw_answer(slow, TEXT, {**body, "attach_grace_s": 0}))[1])
+    had: list[str] = []
+    event_id = ""
+    sizes = itertools.cycle([700 + 91 * seed, 3000, 41, 1200 + seed])
+    num_cuts = 0
+    while "[DONE]" not in had:
+        size = next(sizes)
+        opening = (
+            slow.session.post(slow.url + TEXT, json=body, headers={"Last-Event-ID": event_id} if event_id else {})
+            if num_cuts % 2 == 0
+            else slow.session.get(stream_url(slow, event_id), headers={"Last-Event-ID": event_id})
+        )
+        raw = b""
+        async with opening as response:
+            assert response.status == 200, await response.text()
+            event_id = event_id or response.headers["X-Stream-Id"] + "." + ",".join("-" * body.get("n", 1))
+            while len(raw) < size and (piece := await response.content.read(size - len(raw))):
+                raw += piece
+            response.close()
+        last_id, data = received(raw)
+        event_id = last_id or event_id
+        had += data
+        num_cuts += 1
+    again = joined(had)
+    for told in (again, unbroken):
+        assert len(told.pop("heads")) == 1
+    assert num_cuts > 5 and again == unbroken
+    await eventually(lambda: slow.app[keys.GENERATION].num_live == 0)
+
+
+async def test_the_answer_keeps_its_form_wherever_it_goes_on() -> None:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            body = {"messages": MESSAGES, "max_tokens": 60, "request_id": "mine", **WHOLE}
+            async with one.session.post(one.url + CHAT, json=body) as response:
+                raw = await response.content.readuntil(b"\n\n") + await response.content.readuntil(b"\n\n")
+                event_id, first = received(raw)
+                taken = received(await rest(two, event_id))[1]
+                gone = received(await response.read())[1]
+    told = joined(first + taken)
+    assert len(told["heads"]) == 1 and told["done"] == 1 and len(told["usage"]) == 1
+    assert next(iter(told["heads"]))[0] == "chatcmpl-mine"
+    assert told["usage"][0]["completion_tokens"] == 60 and told["choices"][0].ends == ["length"]
+    # Who had it is told, and could take it back with what it has
+    ended = joined(first + gone)
+    assert ended["choices"][0].ends == ["abort"] and ended["done"] == 1
+
+
+async def test_a_takeover_leaves_the_first_client_a_cursor_to_take_it_back_with(slow: RunningGateway) -> None:
+    body = completion(150)
+    async with slow.session.post(slow.url + TEXT, json=body) as response:
+        first = await response.content.readuntil(b"\n\n")
+        event_id, _ = received(first)
+        async with slow.session.get(f"{slow.url}/v1/streams/{event_id.partition('.')[0]}") as second:
+            await second.content.readuntil(b"\n\n")
+            first += await response.read()
+            last_id, had = received(first)
+            assert had[-1] == "[DONE]" and not last_id.endswith(("d", "e"))
+            again = received(await rest(slow, last_id))[1]
+    texts = [
+        event["choices"][0]["text"]
+        for event in map(json.loads, [d for d in had + again if d != "[DONE]"])
+        if event["choices"]
+    ]
+    assert "".join(texts) == text_of(150)
+
+
+async def test_another_gateway_takes_it_up_after_the_first_has_died() -> None:
+    with serving(executor(step_s=0.005), gateway_timeout_s=0.6) as engine:
+        async with running_gateway(engine.endpoint) as two:
+            async with (
+                running_gateway(engine.endpoint) as one,
+                one.session.post(one.url + TEXT, json=completion(400)) as response,
+            ):
+                raw = await response.content.readuntil(b"\n\n")
+                event_id, first = received(raw)
+                # It dies without a word: neither engine nor client is told anything
+                one.app[keys.ENGINE]._socket.close()
+                assert response.connection is not None and response.connection.transport is not None
+                response.connection.transport.abort()
+            await asyncio.sleep(0.8)
+            again = received(await rest(two, event_id))[1]
+    told = joined(first + again)
+    assert told["choices"][0].content == text_of(400) and told["usage"][0]["completion_tokens"] == 400
+
+
+async def test_a_drain_breaks_an_attachable_stream_off_and_it_goes_on_elsewhere() -> None:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as two:
+            async with (
+                running_gateway(engine.endpoint, shutdown_grace_s=0) as one,
+                one.session.post(one.url + TEXT, json=completion(300)) as response,
+            ):
+                raw = await response.content.readuntil(b"\n\n")
+                closing = asyncio.create_task(one.server.close())
+                raw += await response.read()
+                await closing
+            event_id, first = received(raw)
+            assert "[DONE]" not in first and joined(first)["choices"][0].ends == []
+            again = received(await rest(two, event_id))[1]
+    assert joined(first + again)["choices"][0].content == text_of(300)
+
+
+async def test_it_survives_its_engine_while_nobody_reads(slow: RunningGateway) -> None:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            async with gateway.session.post(gateway.url + TEXT, json=completion(200)) as response:
+                event_id, first = received(await response.content.readuntil(b"\n\n"))
+                response.close()
+            await asyncio.sleep(0.05)
+            engine.stop()
+            with serving(executor(), endpoint=engine.endpoint):
+                await gateway.wait_ready()
+                await eventually_async(lambda: _has(gateway, event_id))
+                again = received(await rest(gateway, event_id))[1]
+    told = joined(first + again)
+    assert told["choices"][0].content == text_of(200) and told["choices"][0].ends == ["length"]
+
+
+async def _has(gateway: RunningGateway, event_id: str) -> bool:
+    url = f"{gateway.url}/v1/streams/{event_id.partition('.')[0]}?cursor=999999"
+    async with gateway.session.get(url) as response:
+        return response.status == 400
+
+
+async def answer_of(gateway: RunningGateway, url: str, **headers: str) -> tuple[int, dict[str, Any]]:
+    async with gateway.session.get(gateway.url + url, headers=headers) as response:
+        return response.status, json.loads(await response.read() or b"{}").get("error", {})
+
+
+async def test_wrong_cursors_are_400s_that_say_what_is_wrong(slow: RunningGateway) -> None:
+    async with slow.session.post(slow.url + TEXT, json=completion(400)) as response:
+        raw = await response.content.readuntil(b"\n\n")
+        name = response.headers["X-Stream-Id"]
+        assert received(raw)[0] == f"{name}.1"
+        url = f"/v1/streams/{name}"
+        for asked, headers, field, reason in (
+            (f"{url}?cursor=2000", {}, "cursor", "token 2000 of choice 0"),
+            (f"{url}?cursor=1,1", {}, "cursor", "entries for 2 choices, but this stream has 1"),
+            (f"{url}?cursor=0e", {}, "cursor", "which has not ended"),
+            (f"{url}?cursor=", {}, "cursor", "is no cursor"),
+            (f"{url}?cursor=abc", {}, "cursor", "is no cursor"),
+            (url, {"Last-Event-ID": f"{name}.5000"}, "Last-Event-ID", "token 5000"),
+            (url, {"Last-Event-ID": f"{'0' * 32}.1"}, "Last-Event-ID", "another stream"),
+            (url, {"Last-Event-ID": "17"}, "Last-Event-ID", "32 hex digits"),
+            ("/v1/streams/abc", {}, "stream_id", "32 hex digits"),
+        ):
+            status, error = await answer_of(slow, asked, **headers)
+            assert (status, error["param"], error["code"]) == (400, field, "invalid_value"), asked
+            assert reason in error["message"]
+        # The stream does not notice, save that a cursor the engine had to be asked about took it from its reader
+        again = await rest(slow, f"{name}.1")
+    assert joined(received(raw)[1] + received(again)[1])["choices"][0].content == text_of(400)
+
+
+async def test_unknown_and_late_streams_are_404(gateway: RunningGateway) -> None:
+    unknown = await answer_of(gateway, f"/v1/streams/{'0' * 32}")
+    assert (unknown[0], unknown[1]["code"]) == (404, "unknown_stream")
+    posted = await gateway.post(TEXT, completion(), headers={"Last-Event-ID": f"{'0' * 32}.3"})
+    assert (posted[0], posted[1]["error"]["code"]) == (404, "unknown_stream")
+    for grace_s, status in ((0, 404), (0.05, 404), (30, 200)):
+        last_id, _ = received(await raw_answer(gateway, TEXT, completion(attach_grace_s=grace_s)))
+        name = last_id.partition(".")[0]
+        await asyncio.sleep(0.3)
+        assert (await answer_of_status(gateway, name)) == status
+
+
+async def answer_of_status(gateway: RunningGateway, name: str) -> int:
+    async with gateway.session.get(f"{gateway.url}/v1/streams/{name}") as response:
+        return response.status
+
+
+async def test_a_stream_is_its_keys_alone() -> None:
+    api_keys = ApiKeys({sha256(f"{name}-key".encode()).digest(): Caller(name) for name in ("alice", "bob")})
+    alice, bob = ({"Authorization": f"Bearer {key}"} for key in ("alice-key", "bob-key"))
+    with serving(executor(step_s=0.005)) as engine:
+        async with (
+            running_gateway(engine.endpoint, api_keys=api_keys, is_ready=False) as one,
+            running_gateway(engine.endpoint, api_keys=api_keys, is_ready=False) as two,
+        ):
+            await one.wait_ready()
+            await two.wait_ready()
+            async with one.session.post(one.url + TEXT, json=completion(200), headers=alice) as response:
+                raw = await response.content.readuntil(b"\n\n")
+                event_id, _ = received(raw)
+                url = f"/v1/streams/{event_id.partition('.')[0]}"
+                for gateway in (one, two):
+                    status, error = await answer_of(gateway, url, **bob)
+                    assert (status, error["code"]) == (404, "unknown_stream")
+                    async with gateway.session.delete(gateway.url + url, headers=bob) as refused:
+                        assert refused.status == 404
+                    assert (await answer_of(gateway, url))[0] == 401
+                raw += await response.read()
+            assert received(raw)[1][-1] == "[DONE]"
+            assert joined(received(raw)[1])["choices"][0].ends == ["length"]
+            assert (await rest(two, event_id, **alice)).endswith(b"data: [DONE]\n\n")
+
+
+async def test_whoever_has_all_of_it_is_told_so(gateway: RunningGateway) -> None:
+    last_id, _ = received(await raw_answer(gateway, TEXT, completion()))
+    assert await rest(gateway, last_id) == b""
+    async with gateway.session.post(
+        gateway.url + TEXT, json=completion(), headers={"Last-Event-ID": last_id}
+    ) as response:
+        assert response.status == 204
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_delete_ends_a_stream(is_elsewhere: bool) -> None:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            async with one.session.post(one.url + TEXT, json=completion(1500)) as response:
+                raw = await response.content.readuntil(b"\n\n")
+                gateway = two if is_elsewhere else one
+                url = f"{gateway.url}/v1/streams/{response.headers['X-Stream-Id']}"
+                async with gateway.session.delete(url) as deleted:
+                    assert deleted.status == 204
+                raw += await response.read()
+            assert joined(received(raw)[1])["choices"][0].ends == ["abort"]
+
+            async def is_idle() -> bool:
+                return (await gateway.metrics())["num_allocated_blocks"] == 0
+
+            await eventually_async(is_idle)
+            async with gateway.session.delete(url) as deleted:
+                assert deleted.status == 204  # it is kept for its grace period, ended
+            async with gateway.session.delete(f"{gateway.url}/v1/streams/{'0' * 32}") as deleted:
+                assert deleted.status == 404
+
+
+async def test_the_grace_period_may_come_by_a_header(gateway: RunningGateway) -> None:
+    body = {**completion(), "attach_grace_s": None}
+    for text, status in (("20", 200), ("0.01", 404), ("0", 404)):
+        last_id, _ = received(await raw_answer(gateway, TEXT, body, **{"X-Attach-Grace": text}))
+        await asyncio.sleep(0.2)
+        assert await answer_of_status(gateway, last_id.partition(".")[0]) == status
+    for text in ("soon", "-1", "1e3", "nan", "3601", "99999999999"):
+        refused, answer = await gateway.post(TEXT, body, headers={"X-Attach-Grace": text})
+        assert (refused, answer["error"]["param"]) == (400, "X-Attach-Grace")
+    # The body goes before; an answer that is not streamed has nothing to attach to
+    last_id, _ = received(await raw_answer(gateway, TEXT, completion(), **{"X-Attach-Grace": "0"}))
+    assert await answer_of_status(gateway, last_id.partition(".")[0]) == 200
+    whole = {"prompt": PROMPT, "max_tokens": 3}
+    assert (await gateway.post(TEXT, whole, headers={"X-Attach-Grace": "5"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"attach_grace_s": -1}, "between 0 and 3600"),
+        ({"attach_grace_s": 3601}, "between 0 and 3600"),
+        ({"attach_grace_s": "long"}, "must be a number"),
+        ({"attach_grace_s": True}, "must be a number"),
+        ({"stream": False, "stream_options": None}, "needs stream to be true"),
+        ({"prompt": ["a", "b"]}, "takes one prompt"),
+    ],
+)
+async def test_a_grace_period_that_cannot_be_kept_is_refused(
+    gateway: RunningGateway, more: dict[str, Any], reason: str
+) -> None:
+    status, answer = await gateway.post(TEXT, completion(**more))
+    assert (status, answer["error"]["param"]) == (400, "attach_grace_s")
+    assert reason in answer["error"]["message"]
+
+
+async def test_a_client_that_hangs_up_leaves_a_stream_that_ends_with_its_grace_period(slow: RunningGateway) -> None:
+    async with slow.session.post(slow.url + TEXT, json=completion(2000, attach_grace_s=0.5)) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await asyncio.sleep(0.2)
+    assert slow.app[keys.GENERATION].num_live == 1
+    await eventually(lambda: slow.app[keys.GENERATION].num_live == 0)
+
+    async def is_idle() -> bool:
+        return (await slow.metrics())["num_allocated_blocks"] == 0
+
+    await eventually_async(is_idle)
+
+
+async def test_several_prompts_have_no_ids(gateway: RunningGateway) -> None:
+    raw = await raw_answer(gateway, TEXT, completion(prompt=[[30, 31], [40, 41]], attach_grace_s=None))
+    assert b"id: " not in raw.replace(b'"id": ', b"") and raw.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_of_a_websocket_goes_on_over_sse_and_back(slow: RunningGateway) -> None:
+    async with slow.session.ws_connect(slow.url + "/v1/stream") as socket:
+        await socket.send_json({"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 150,
+                                "temperature": 0, "attach_grace_s": 20})  # fmt: skip
+        text, num_tokens = "", 0
+        stream_id = (await socket.receive_json(timeout=10))["stream_id"]
+        while num_tokens < 10:
+            event = await socket.receive_json(timeout=10)
+            text, num_tokens = text + event.get("text", ""), event.get("num_tokens", 0)
+    async with slow.session.get(f"{slow.url}/v1/streams/{stream_id}?cursor={num_tokens}") as response:
+        raw = b""
+        while raw.count(b"\n\n") < 20:
+            raw += await response.content.readuntil(b"\n\n")
+        response.close()
+    last_id, data = received(raw)
+    text += "".join(json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in data)
+    async with slow.session.ws_connect(slow.url + "/v1/stream") as socket:
+        await socket.send_json(
+            {"type": "attach", "id": "b", "stream_id": stream_id, "cursor": last_id.partition(".")[2]}
+        )
+        while (event := await socket.receive_json(timeout=10))["type"] != "done":
+            text += event.get("text", "") if event["type"] == "delta" else ""
+    _, whole = await slow.post(CHAT, {"messages": MESSAGES, "max_tokens": 150, "temperature": 0})
+    assert text == whole["choices"][0]["message"]["content"]
+
+
+async def test_the_openai_client_reads_ids_and_comments() -> None:
+    with serving(executor(block_at_step={3: 0.5, 6: 0.5})) as engine:
+        async with running_gateway(engine.endpoint, keepalive_s=0.1) as quiet:
+            client = openai.AsyncOpenAI(base_url=quiet.url + "/v1", api_key="none")
+            stream = await client.completions.create(
+                model="scripted", prompt=PROMPT, max_tokens=12, temperature=0, stream=True,
+                extra_body={"attach_grace_s": 5},
+            )  # fmt: skip
+            texts = [event.choices[0].text async for event in stream]
+            await client.close()
+    assert "".join(texts) == text_of(12)
+
+
+@asynccontextmanager
+async def raw_connection(gateway: RunningGateway) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def test_the_head_of_a_stream_names_it_and_keeps_proxies_from_holding_it_back(slow: RunningGateway) -> None:
+    data = json.dumps(completion(5)).encode()
+    async with raw_connection(slow) as (reader, writer):
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+        )
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    for line in ("x-accel-buffering: no", "cache-control: no-cache", "transfer-encoding: chunked", "x-stream-id: "):
+        assert line in head
