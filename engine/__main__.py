@@ -2,8 +2,9 @@
 
     python -m engine [flags]        as `streamkv engine`
 
-SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. Exit
-codes: 0 the end was asked for; 1 a fault, starting again may help; 2 these settings or this model cannot run.
+SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. SIGUSR1
+ends it now for the sake of a next engine, to which its gateways send their live streams. Exit codes: 0 the end was
+asked for; 1 a fault, starting again may help; 2 these settings or this model cannot run.
 With STREAMKV_EXIT_WITH_PARENT=1 the end of the parent process counts as a SIGTERM.
 """
 
@@ -112,6 +113,7 @@ def _end_on_signals(loop: EngineLoop) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGUSR1, lambda number, frame: loop.hand_over())
 
 
 def _watch_parent(parent_pid: int) -> None:

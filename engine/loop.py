@@ -67,7 +67,8 @@ _FLUSH_LIMIT_S: Final = 4.0
 class EngineLoop:
     """One engine: an executor, the requests that it computes, and the gateways that sent them.
 
-    Made and run on one thread; only `drain` and `stop` may be called from others, or from a signal handler.
+    Made and run on one thread; only `drain`, `hand_over` and `stop` may be called from others, or from a signal
+    handler.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class EngineLoop:
         """What this turn has brought and not yet published."""
         self._exit_code: int | None = None
         self._must_end_now = False
+        self._is_handing_over = False
         self._is_draining = False
         self._drain_asked_s = float("inf")
         """Limit of a drain that was asked for and whose time does not yet run."""
@@ -131,6 +133,13 @@ class EngineLoop:
         twice, the earlier end counts."""
         self._is_draining = True
         self._drain_asked_s = limit_s
+        self._socket.wake()
+
+    def hand_over(self) -> None:
+        """End for the next engine's sake, with the steps on their way. Nobody is told an end: gateways send their live
+        streams to the next one, which finds on disk what was cached."""
+        self._is_handing_over = True
+        self._exit_code = EXIT_ASKED
         self._socket.wake()
 
     def stop(self) -> None:
@@ -335,6 +344,8 @@ class EngineLoop:
 
     def _flush(self) -> None:
         """Let the disk keep what is cached, for the next engine, as far as the time allows."""
+        if self._is_handing_over and not self._must_end_now:
+            self._set_down()
         until_s = self._clock() + _FLUSH_LIMIT_S
         self._blocks.flush()
         while not self._must_end_now:
@@ -348,8 +359,19 @@ class EngineLoop:
             self._heartbeat_if_due(now_s)
             self._socket.wait(max(0.0, min(until_s, self._next_heartbeat_s) - now_s))
             for gateway_id, message in self._inbox.receive():
-                self._handle(gateway_id, message)
+                if not self._is_handing_over:  # otherwise it is for the next engine, as all that lives is
+                    self._handle(gateway_id, message)
             self._finish_transfers()
+
+    def _set_down(self) -> None:
+        """Tell what the last steps have brought, and leave the blocks of all that lives to the cache."""
+        while self._in_flight:
+            self._collect(*self._in_flight.popleft())
+        self._publish()
+        live = self._publisher.live()
+        logger.info("handing over", extra=fields(num_live=len(live)))
+        for request in live:
+            self._scheduler.abort(request, "restart")  # what it hands out goes to nobody
 
     def _publish(self) -> None:
         outputs = self._outputs + self._requests.ended

@@ -6,7 +6,8 @@
 
 Everything after `--with-engine` is handed to `python -m engine` as it stands. When the gateway's endpoint is empty,
 both get an ipc socket of their own, so that several servers run side by side. Ends with 0 only when asked to end:
-SIGTERM or SIGINT drains (readiness off, live streams go on for shutdown_grace_s), a second one ends now.
+SIGTERM or SIGINT drains (readiness off, live streams go on for shutdown_grace_s), a second one ends now. SIGUSR1 gives
+a gateway that started an engine a new one, in which the live streams go on.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from gateway.engine_client import EngineState
 from gateway.engine_watch import EngineWatch
 from gateway.routes.ops import own_figures
 from gateway.shared_books import LinkedBooks
-from gateway.supervisor import ChildFailed, Supervisor, engine_command
+from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor, engine_command
 from gateway.tokenizer import Tokenizer
 from gateway.tracing import load_tracing
 from streamkv import log
@@ -135,6 +136,8 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._supervisor is not None:
+            loop.add_signal_handler(RESTART_SIGNAL, self._supervisor.restart)
         linked: asyncio.Task[None] | None = None
         try:
             if self._link_address is not None:

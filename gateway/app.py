@@ -41,6 +41,7 @@ from gateway.routes import (
     tokens,
     websocket,
 )
+from gateway.silence import ask_silent_ones, break_off_silent_ones
 from gateway.sse import KeepAlives
 from gateway.streams import Outbox
 from gateway.tokenizer import Tokenizer
@@ -288,6 +289,7 @@ class Server:
         # Without handler_cancellation a handler would run on after its client has gone.
         self._app = app
         self._runner = _Runner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        self._watching: asyncio.Task[None] | None = None
         self.url = ""
 
     async def start(self, host: str, port: int, shares_port: bool = False) -> None:
@@ -298,8 +300,16 @@ class Server:
         await self._runner.setup()
         listener = bind(host, port, shares_port)
         listener.setsockopt(posix_socket.SOL_SOCKET, posix_socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # accepted ones inherit
+        timeout_s = self._app[keys.CONFIG].keepalive_timeout_s
+        ask_silent_ones(listener, timeout_s)
         await web.SockSite(self._runner, listener, backlog=_BACKLOG).start()
         self.url = url_of(listener)
+        self._watching = asyncio.create_task(break_off_silent_ones(self._transports, timeout_s))
+
+    def _transports(self) -> list[asyncio.Transport]:
+        server = self._runner.server
+        assert server is not None
+        return [each.transport for each in server.connections if each.transport is not None]
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and wait until the live streams have ended or the grace period is over."""
@@ -312,4 +322,6 @@ class Server:
 
     async def close(self) -> None:
         """End what is left, tell its clients, close the port."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._runner.cleanup()

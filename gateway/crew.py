@@ -19,7 +19,7 @@ from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkMessage, Li
 from gateway.limits import Ledger
 from gateway.listener import reserve, url_of
 from gateway.shared_books import LedgerDesk
-from gateway.supervisor import ChildFailed, Supervisor
+from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor
 from streamkv.config import GatewayConfig, to_argv
 from streamkv.errors import ConfigError
 from streamkv.log import fields
@@ -64,6 +64,8 @@ class Crew:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._engine is not None:
+            loop.add_signal_handler(RESTART_SIGNAL, self._engine.restart)
         config = self._config
         try:
             port = reserve(config.host, config.port)

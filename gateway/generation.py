@@ -117,6 +117,8 @@ class Generation:
         self._reception = reception
         self._live: dict[bytes, Stream] = {}
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
+        self._unattended: set[bytes] = set()
+        """Live ones that nobody reads."""
         self._misfit_epoch = 0
         """The engine life whose misfit is logged."""
         self._became_idle = asyncio.Event()
@@ -289,13 +291,14 @@ class Generation:
         UnknownStream, and InvalidField for a cursor that is not one of this stream, which goes on.
         """
         tokenizer = await self._tokenizer.get()
+        self._expect(stream_id, caller)
         await self._admission.enter()
         self._check_fit()
-        while (old := self._live.get(stream_id)) is not None and old.tenant != caller.name:
-            if old.state is not None:
-                raise UnknownStream("no such stream, or it may not be attached to")
+        while (old := self._live.get(stream_id)) is not None and old.state is None:
             await asyncio.wait([old.started])  # an attach, of which only the engine knows whether it is the owner's
         if old is not None:
+            if old.tenant != caller.name:
+                raise UnknownStream("no such stream, or it may not be attached to")
             old.check_known(known)
             old.hand_over()
         stream = self._new_stream(
@@ -305,6 +308,7 @@ class Generation:
             asyncio.get_running_loop().time(),
             known=known,
             tenant=caller.name,
+            inherits=old if old is not None and old.state is not None else None,
         )
         self._reception.joined(stream, caller)
         try:
@@ -341,6 +345,7 @@ class Generation:
         *,
         known: Cursor,
         tenant: str,
+        inherits: Stream | None = None,
     ) -> Stream:
         stream = Stream(
             self._engine,
@@ -352,6 +357,7 @@ class Generation:
             known=known,
             tenant=tenant,
             parse=_parse,
+            inherits=inherits,
         )
         loop = asyncio.get_running_loop()
         self._live[stream_id] = stream
@@ -380,10 +386,22 @@ class Generation:
         stream.redirect(NoOutlet())
         stream.resume("slow reader")
         stream.resume("credit")
+        self._unattended.add(stream.stream_id)
+        self._end_after(stream, state.attach_grace_s)
+
+    def _expect(self, stream_id: bytes, caller: Caller) -> None:
+        """Somebody is there for a stream, and may have to wait for the engine: its grace period begins anew behind
+        that."""
+        stream = self._live.get(stream_id)
+        if stream is None or stream.state is None or stream.tenant != caller.name:
+            return
+        if stream_id in self._unattended:
+            self._end_after(stream, self._config.startup_wait_s + stream.state.attach_grace_s)
+
+    def _end_after(self, stream: Stream, delay_s: float) -> None:
+        """When nobody attaches to it until then."""
         self._timers[stream.stream_id].cancel()
-        self._timers[stream.stream_id] = asyncio.get_running_loop().call_later(
-            state.attach_grace_s, stream.cancel, "disconnected"
-        )
+        self._timers[stream.stream_id] = asyncio.get_running_loop().call_later(delay_s, stream.cancel, "disconnected")
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel for a name that is not served here; an empty one means whatever is."""
@@ -413,6 +431,7 @@ class Generation:
         """It is not live any more, if it was."""
         if self._live.get(stream.stream_id) is stream:
             del self._live[stream.stream_id]
+            self._unattended.discard(stream.stream_id)
             self._timers.pop(stream.stream_id).cancel()
             self._reception.ended(stream)
             if not self._live:

@@ -6,7 +6,7 @@ write. Each event has an id (`cursor`), unless an answer is made of several prom
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 from gateway.answers import DONE, KEEP_ALIVE, AnswerForm, EventParts, error_event
 from gateway.cursor import Bookmark
@@ -20,10 +20,6 @@ SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-_NUM_SHOWN: Final = 4096
-_DECIMAL: Final = tuple(b"%d" % number for number in range(_NUM_SHOWN))
-_HEXADECIMAL: Final = tuple(b"%x" % number for number in range(_NUM_SHOWN))
-"""Numbers as text, made once: a look-up costs a fifth of making one, and each event has two."""
 
 
 class EventOutlet(Protocol):
@@ -66,7 +62,10 @@ class SseOutlet:
         self._piece = b""
         """A token's whole event, but for the chunk's length, the number of the token and its text; only where choice 0
         is alone and nothing else was asked for."""
-        self._num_fixed_piece = 0
+        self._num_fixed = 0
+        """Bytes of such an event without the text."""
+        self._next_digit_at = 10
+        """The number of a token whose event is a byte longer."""
         self._has_begun = [False] * num_choices
         self._num_known = [0] * num_choices
         self._has_usage = False
@@ -83,9 +82,9 @@ class SseOutlet:
         self._id_head = b"id: %b." % stream_id
         if self._is_plain and self._num_choices == 1:
             head, tail = (part.replace(b"%", b"%%") for part in (self._heads[0], self._tail))
-            event = b"id: %b.%%b\n%b%%b%b" % (stream_id, head, tail)
-            self._piece = b"%%b\r\n%b\r\n" % event if self._is_chunked else event
-            self._num_fixed_piece = len(self._id_head) + len(b"\n") + len(self._heads[0]) + len(self._tail)
+            event = b"id: %b.%%d\n%b%%b%b" % (stream_id, head, tail)
+            self._piece = b"%%x\r\n%b\r\n" % event if self._is_chunked else event
+            self._num_fixed = len(self._id_head) + len(b"1\n") + len(self._heads[0]) + len(self._tail)
         known = stream.known
         marks = [known.mark(choice) for choice in range(self._num_choices)]
         self._bookmark = Bookmark[bytes](self._num_choices, known)
@@ -103,12 +102,13 @@ class SseOutlet:
             return
         counts = self._num_tokens
         number = counts[0] = counts[0] + 1
-        shown = _DECIMAL[number] if number < _NUM_SHOWN else b"%d" % number
-        if not self._is_chunked:
-            self._write(self._piece % (shown, text))
-            return
-        size = self._num_fixed_piece + len(shown) + len(text)
-        self._write(self._piece % (_HEXADECIMAL[size] if size < _NUM_SHOWN else b"%x" % size, shown, text))
+        while number >= self._next_digit_at:
+            self._next_digit_at *= 10
+            self._num_fixed += 1
+        if self._is_chunked:
+            self._write(self._piece % (self._num_fixed + len(text), number, text))
+        else:
+            self._write(self._piece % (number, text))
 
     def delta(self, choice: int, delta: Delta) -> None:
         self._begin(choice)

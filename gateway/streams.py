@@ -217,10 +217,12 @@ class Stream:
         known: Cursor = FROM_START,
         tenant: str = "",
         parse: Callable[[Outlet, StreamState], Outlet] | None = None,
+        inherits: "Stream | None" = None,
     ) -> None:
         """known: what the client has of a stream that is taken up; the outlet gets every token all the same, and passes
         over what was told before. tenant: the name of its owner's API key. parse: makes the outlet that goes before the
-        given one where a state wants it."""
+        given one where a state wants it. inherits: who had it here; it goes on from that one where the engine, which
+        was started anew, does not know it."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._json_pieces = tokenizer.vocabulary.json_pieces
@@ -228,6 +230,7 @@ class Stream:
         self._parse = parse
         self._on_end = on_end
         self._known = known
+        self._inherits = inherits
         self._tenant = tenant
         self._stream_id = stream_id
         self._state: StreamState | None = None
@@ -466,12 +469,38 @@ class Stream:
             self._fail(Overloaded(message or "the server is full", rejected.retry_after_s))
         elif rejected.code == "draining":
             self._fail(EngineUnavailable(message or "the engine is about to end", rejected.retry_after_s))
+        elif rejected.code == "unknown_stream" and self._inherits is not None:
+            self._go_on_from(self._inherits)
         elif rejected.code == "unknown_stream":
             self._fail(UnknownStream(message))
         else:
             self._fail(EngineFault(f"the engine refused the request: {message}"))
 
+    def _go_on_from(self, old: "Stream") -> None:
+        """The engine ended before it could hand it over; what is here is enough to submit it again."""
+        self._inherits = None
+        self.attached(old._left())
+        if not self._is_done:
+            self._engine.submit(self)
+
+    def _left(self) -> Attached:
+        """What it has, as the engine would tell it. Once it has a state."""
+        finished = [choice.finished for choice in self._choices if choice.finished is not None]
+        assert self._state is not None
+        return Attached(
+            request_id=0,
+            stream_id=self._stream_id,
+            gateway_state=msgspec.msgpack.encode(msgspec.structs.replace(self._state, ended=tuple(finished))),
+            prompt_token_ids=self._prompt,
+            from_token=0,
+            token_ids=[pack_ids(choice.token_ids) for choice in self._choices],
+            finished=finished,
+            logprobs=self._prior_logprobs() if self._wants_logprobs else [],
+            prompt_logprobs=self._prompt_logprobs.pack() if self._state.num_prompt_logprobs >= 0 else None,
+        )
+
     def attached(self, attached: Attached) -> None:
+        self._inherits = None
         is_new = self._state is None
         if self._state is None:
             try:

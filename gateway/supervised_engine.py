@@ -1,8 +1,8 @@
 """`streamkv engine --supervise`: an engine that is started again when it ends or hangs, without a gateway beside it.
 
-The first process of the engine's container, so it reaps what nobody else waits for. Ends with 0 when asked to end
-(SIGTERM drains; a second signal ends now), with the engine's own status for settings or a model that cannot
-run, else with 1.
+The first process of the engine's container, so it reaps what nobody else waits for. SIGUSR1 gives it a new engine, in
+which the live streams go on. Ends with 0 when asked to end (SIGTERM drains; a second signal ends now), with the
+engine's own status for settings or a model that cannot run, else with 1.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.engine_watch import EngineWatch
-from gateway.supervisor import ChildFailed, Supervisor, engine_command
+from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor, engine_command
 from streamkv import log
 from streamkv.config import EngineConfig, exit_with, load, to_argv
 from streamkv.errors import ConfigError
@@ -60,6 +60,7 @@ async def _run(supervisor: Supervisor) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(RESTART_SIGNAL, supervisor.restart)
     loop.add_signal_handler(signal.SIGCHLD, lambda: _reap_orphans(supervisor.pid))
     running = asyncio.create_task(supervisor.run())
     waiting = asyncio.create_task(asked.wait())

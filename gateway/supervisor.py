@@ -26,6 +26,9 @@ HEALTHY_S: Final = 60.0
 """An engine that lived this long after it was ready starts with the shortest back-off again."""
 MAX_FAILED_STARTS: Final = 5
 """Ends in a row without having been ready, after which the supervisor gives up."""
+RESTART_SIGNAL: Final = signal.SIGUSR1
+"""Asks a server, or a supervisor, for a new engine, and the engine to make room for it. Not SIGHUP, which also comes
+when a terminal is closed, and then means the end."""
 EXIT_USAGE: Final = 2
 """The engine's exit code for settings or a model that no restart can mend."""
 
@@ -68,6 +71,9 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._was_ready = False
         self._ready_at = 0.0
+        self._is_restart_asked = False
+        self._limit: asyncio.TimerHandle | None = None
+        """When a child that was asked to make room for a new one is killed."""
         self.num_restarts = 0
         self.num_hangs = 0
         """Of the restarts, those of a child that lived and made no progress."""
@@ -90,8 +96,13 @@ class Supervisor:
         num_failed = 0
         backoff_s = FIRST_BACKOFF_S
         while True:
-            self._was_ready = False
+            self._was_ready = self._is_restart_asked = False
             code = await self._run_once()
+            if self._is_restart_asked:
+                num_failed = 0
+                logger.info(f"{self._name} ended to be started anew", extra=fields(exit=describe_exit(code)))
+                self.num_restarts += 1
+                continue
             if self._was_ready:
                 num_failed = 0
                 if self._clock() - self._ready_at >= HEALTHY_S:
@@ -125,6 +136,8 @@ class Supervisor:
         finally:
             if watching is not None:
                 watching.cancel()
+            if self._limit is not None:
+                self._limit.cancel()
             await asyncio.shield(self._stop(process))
 
     async def _kill_when_hung(self, process: asyncio.subprocess.Process) -> None:
@@ -161,6 +174,19 @@ class Supervisor:
             self.kill()
         with contextlib.suppress(asyncio.CancelledError, StreamKVError):
             await running
+
+    def restart(self) -> None:
+        """Ask the child to make room for a new one, by RESTART_SIGNAL; by SIGKILL when it takes longer than to stop.
+        Nothing happens while there is none. Its end counts neither as a crash nor as a failed start, and the new one is
+        started at once."""
+        process = self._process
+        if process is None or process.returncode is not None or self._is_restart_asked:
+            return
+        self._is_restart_asked = True
+        logger.info(f"{self._name} is asked to make room for a new one", extra=fields(pid=process.pid))
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(RESTART_SIGNAL)
+        self._limit = asyncio.get_running_loop().call_later(self._stop_grace_s, self.kill)
 
     def kill(self) -> None:
         """SIGKILL at once, for a second signal from an impatient user."""

@@ -183,6 +183,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keepalive_s: Annotated[
         float, Rule(STREAMS, "a comment goes out on a stream that was silent for this long", gt=0, le=3600)
     ] = 10.0
+    keepalive_timeout_s: Annotated[
+        float,
+        Rule(STREAMS, "a client whose connection answers nothing for this long, though asked, is gone", ge=1, le=3600),
+    ] = 60.0
     max_stream_buffer_bytes: Annotated[
         int, Rule(STREAMS, "unread output of one stream before its sequences pause", ge=1024, le=2**31 - 1)
     ] = 256 * 1024

@@ -16,6 +16,7 @@ import secrets
 import socket as posix_socket
 import stat
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,6 +218,7 @@ class EngineSocket:
         check_endpoint(endpoint, has_keys=keys is not None)
         self._lock_fd = _lock_ipc_path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else -1
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake_fd)  # not with the rest: another thread may be inside `wake`
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._is_closed = False
@@ -276,7 +278,6 @@ class EngineSocket:
         self._is_closed = True
         self._socket.close()
         self._context.term()
-        os.close(self._wake_fd)
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
 

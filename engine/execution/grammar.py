@@ -124,16 +124,22 @@ class GrammarCompiler:
         """A CompiledGrammar, at once for one that is known. The exception is InvalidField, with the grammar's field."""
         known = self._find(grammar)
         if known is None:
-            return self._threads.submit(self._get_opaque, grammar)
+            return self._threads.submit(self._find_or_make, grammar)
         done: Future[object] = Future()
         done.set_result(known)
         return done
 
     def get(self, grammar: Grammar) -> CompiledGrammar:
-        """Compiled on the caller's thread if it is not known. Raises InvalidField."""
+        """The same, with a wait for it if it is not known. Raises InvalidField."""
         known = self._find(grammar)
-        if known is not None:
-            return known
+        return known if known is not None else self._threads.submit(self._make, grammar).result()
+
+    def _find_or_make(self, grammar: Grammar) -> object:
+        known = self._find(grammar)  # it may have been made while this was waiting
+        return known if known is not None else self._make(grammar)
+
+    def _make(self, grammar: Grammar) -> CompiledGrammar:
+        """On one of the compiling threads, whose stack is large enough. Raises InvalidField."""
         tokenizer = self.tokenizer(grammar.field)
         try:
             compiled = CompiledGrammar(_compile(grammar, tokenizer))
@@ -147,9 +153,6 @@ class GrammarCompiler:
             if len(self._recent) > MAX_CACHED:
                 self._recent.popitem(last=False)
         return compiled
-
-    def _get_opaque(self, grammar: Grammar) -> object:
-        return self.get(grammar)
 
     def tokenizer(self, field_name: str) -> llguidance.LLTokenizer:
         """Loaded if it is not yet. Raises InvalidField, with this field, if it cannot be."""
@@ -335,10 +338,10 @@ def _check_schema(schema: object, field_name: str) -> None:
 
 
 def _num_pattern_chars(schema: dict[str, object]) -> int:
-    pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
-    return (len(pattern) if isinstance(pattern, str) else 0) + (
-        sum(map(len, by_pattern)) if isinstance(by_pattern, dict) else 0
-    )
+    """Characters of the patterns that stand in this object itself, those of the library's own options included."""
+    by_pattern = schema.get("patternProperties")
+    found = [schema.get("pattern"), *(by_pattern if isinstance(by_pattern, dict) else ()), schema.get("x-guidance")]
+    return sum(len(part if isinstance(part, str) else json.dumps(part)) for part in found if part)
 
 
 def _check_pattern(pattern: str, field_name: str) -> None:

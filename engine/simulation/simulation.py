@@ -423,7 +423,8 @@ class _Run:
             return
         if sampling.prompt_logprobs >= 0:
             assert stream.num_prompt_told == len(prompt), f"{who}: {stream.num_prompt_told} of {len(prompt)} were told"
-            assert not output.sequence.num_cached_tokens, f"{who}: its prompt was not computed"
+            num_cached = output.sequence.num_cached_tokens
+            assert len(prompt) == 1 or not num_cached, f"{who}: {num_cached} tokens of its prompt were not computed"
         right = None
         if sampling.logprobs >= 0:
             position = len(prompt) + len(stream.tokens[output.sequence.choice])

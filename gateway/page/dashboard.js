@@ -104,7 +104,7 @@ function showTiles(snapshot, sequences) {
   history = history.filter(({ timeS }) => timeS > snapshot.time_s - WINDOW_S);
   const [first] = history;
   const lately = asked > first.asked ? (hits - first.hits) / (asked - first.asked) : 0;
-  showTile("Prefix cache hits", asked ? number(100 * hits / asked, 1) : "–", asked ? "%" : "", `${number(hits)} prompt tokens not computed`, lately);
+  showTile("Prefix cache hits", asked ? number(100 * hits / asked, 1) : "–", asked ? "%" : "", `${number(hits)} tokens not computed`, lately);
   const swaps = counters['preemptions_total{kind="swap"}'] ?? 0;
   const recomputes = counters['preemptions_total{kind="recompute"}'] ?? 0;
   const preempted = recent.reduce((sum, step) => sum + step.numPreempted, 0);

@@ -10,7 +10,6 @@ const MAX_LANES = 20;
 const BARS_HEIGHT = 76;
 const AXIS_HEIGHT = 20;
 const LABEL_HEIGHT = 19;
-const BAR = 3;
 
 export class Timeline {
   constructor(canvas) {
@@ -29,7 +28,7 @@ export class Timeline {
     this._steps = [];
   }
 
-  /** steps: those newer than any before, oldest first; each { endedS, numPrefillTokens, numDecodes }. */
+  /** steps: those newer than any before, oldest first; each { endedS, stepS, numPrefillTokens, numDecodes }. */
   update(nowS, sequences, steps) {
     this._now = nowS;
     this._steps.push(...steps);
@@ -88,21 +87,9 @@ export class Timeline {
       if (bar.lane < numLanes) this._drawBar(bar, sequenceColour(id, isDark), xOf, colour("control-line"));
     }
 
-    const numColumns = Math.floor(width / BAR);
-    const prefills = new Float64Array(numColumns);
-    const decodes = new Float64Array(numColumns);
-    const counts = new Uint32Array(numColumns);
-    for (const step of this._steps) {
-      const column = Math.floor(xOf(step.endedS) / BAR);
-      if (column < 0 || column >= numColumns) continue;
-      prefills[column] += step.numPrefillTokens;
-      decodes[column] += step.numDecodes;
-      counts[column]++;
-    }
-    for (let column = 0; column < numColumns; column++) if (counts[column]) decodes[column] /= counts[column];
     let top = lanesHeight + 4;
-    top = this._drawSeries(top, decodes, colour("decode"), "Sequences that write a token in a step", colour("muted"), width);
-    top = this._drawSeries(top, prefills, colour("prefill"), "Prompt tokens that are read", colour("muted"), width);
+    top = this._drawSeries(top, (step) => step.numDecodes, colour("decode"), "Sequences that write a token in a step", colour("muted"), xOf, width);
+    top = this._drawSeries(top, (step) => step.numPrefillTokens, colour("prefill"), "Prompt tokens that a step reads", colour("muted"), xOf, width);
 
     context.fillStyle = colour("muted");
     context.textBaseline = "middle";
@@ -148,10 +135,11 @@ export class Timeline {
     }
   }
 
-  /** Bars under a line of text; returns where the next thing may begin. */
-  _drawSeries(top, values, colour, label, muted, width) {
+  /** What each step did, as tall as it was much and as wide as it took, under a line of text. Returns where the next
+   * thing may begin. */
+  _drawSeries(top, valueOf, colour, label, muted, xOf, width) {
     const context = this._context;
-    const most = Math.max(1, ...values);
+    const most = this._steps.reduce((found, step) => Math.max(found, valueOf(step)), 1);
     context.fillStyle = muted;
     context.textBaseline = "middle";
     context.textAlign = "start";
@@ -160,11 +148,14 @@ export class Timeline {
     context.fillText(`at most ${Math.round(most).toLocaleString("en")}`, width, top + LABEL_HEIGHT / 2 + 1);
     context.fillStyle = colour;
     const bottom = top + LABEL_HEIGHT + BARS_HEIGHT;
-    values.forEach((value, column) => {
-      if (value <= 0) return;
+    for (const step of this._steps) {
+      const value = valueOf(step);
+      if (value <= 0) continue;
       const tall = Math.max(1.5, value / most * (BARS_HEIGHT - 6));
-      context.fillRect(column * BAR, bottom - tall, BAR - 0.6, tall);
-    });
+      const right = xOf(step.endedS);
+      const wide = xOf(step.endedS) - xOf(step.endedS - step.stepS);
+      context.fillRect(right - wide, bottom - tall, Math.max(1, wide > 4 ? wide - 1 : wide), tall);
+    }
     context.globalAlpha = 0.5;
     context.fillRect(0, bottom, width, 1);
     context.globalAlpha = 1;

@@ -112,11 +112,15 @@ def _nested(grammar: Grammar) -> str:
 
 
 def _escape_slashes(pattern: str) -> str:
-    """A slash ends a pattern in Lark, if no backslash stands before it."""
+    """A slash ends a pattern in Lark, if no backslash stands before it; and \\d is any script's digit there, but one
+    from 0 to 9 where a pattern stands alone."""
     written: list[str] = []
     is_escaped = False
     for character in pattern:
-        written.append("\\/" if character == "/" and not is_escaped else character)
+        if is_escaped and character in "dD":
+            written[-1] = "[0-9]" if character == "d" else "[^0-9]"
+        else:
+            written.append("\\/" if character == "/" and not is_escaped else character)
         is_escaped = character == "\\" and not is_escaped
     return "".join(written)
 

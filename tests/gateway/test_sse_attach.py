@@ -322,6 +322,47 @@ async def test_it_survives_its_engine_while_nobody_reads(slow: RunningGateway) -
     assert told["choices"][0].content == text_of(200) and told["choices"][0].ends == ["length"]
 
 
+async def test_who_waits_for_an_engine_keeps_the_stream_alive_meanwhile() -> None:
+    """Longer than its grace period, since its client is there."""
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            async with gateway.session.post(gateway.url + TEXT, json=completion(200, attach_grace_s=0.4)) as response:
+                event_id, first = received(await response.content.readuntil(b"\n\n"))
+                response.close()
+            engine.stop()
+            await eventually(lambda: not gateway.app[keys.ENGINE].is_ready)
+            waiting = asyncio.create_task(rest(gateway, event_id))
+            await asyncio.sleep(1.2)
+            with serving(executor(), endpoint=engine.endpoint):
+                again = received(await waiting)[1]
+    assert joined(first + again)["choices"][0].content == text_of(200)
+
+
+async def test_of_two_who_come_at_once_each_is_served_in_turn(slow: RunningGateway) -> None:
+    async with slow.session.post(slow.url + TEXT, json=completion(150)) as response:
+        event_id, first = received(await response.content.readuntil(b"\n\n"))
+        answers = await asyncio.gather(*(rest(slow, event_id) for _ in range(4)))
+    told = [joined(first + received(raw)[1]) for raw in answers]
+    assert sorted(found["choices"][0].ends for found in told) == [["abort"]] * 3 + [["length"]]
+    (whole,) = [found["choices"][0] for found in told if found["choices"][0].ends == ["length"]]
+    assert whole.content == text_of(150)
+    assert all(found["done"] == 1 and text_of(150).startswith(found["choices"][0].content) for found in told)
+
+
+async def test_events_are_framed_right_where_their_numbers_grow_a_digit() -> None:
+    with serving(executor(max_model_len=4096)) as engine:
+        async with running_gateway(engine.endpoint, served_model_name="50 %d %b") as gateway:
+            raw = await raw_answer(gateway, TEXT, completion(1100))
+            name = received(raw)[0].partition(".")[0]
+            ids = [int(number) for number in re.findall(rf"id: {name}\.(\d+)\n".encode(), raw)]
+            assert ids == sorted(set(ids)) and ids[-1] >= 1099
+            assert joined(received(raw)[1])["choices"][0].content == text_of(1100)
+            assert {event["model"] for event in map(json.loads, received(raw)[1][:-1])} == {"50 %d %b"}
+            for cursor in (0, 8, 9, 10, 98, 99, 999, 1000):
+                again = joined(received(await rest(gateway, f"{name}.{cursor}"))[1])
+                assert text_of(1100).endswith(again["choices"][0].content)
+
+
 async def _has(gateway: RunningGateway, event_id: str) -> bool:
     url = f"{gateway.url}/v1/streams/{event_id.partition('.')[0]}?cursor=999999"
     async with gateway.session.get(url) as response:

@@ -399,6 +399,12 @@ def test_a_recursive_schema_can_be_followed(grammars: SequenceGrammars, tokenize
     assert set(json.loads(text)) <= {"c"}
 
 
+def test_references_may_stand_in_each_other_as_deep_as_a_schema_can_be(compiler: GrammarCompiler) -> None:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2700)} | {"d2700": {"const": "x"}}
+    schema = json.dumps({"$defs": links, "$ref": "#/$defs/d0"})
+    assert compiler.compile(Grammar("json_schema", schema)).result(60.0)
+
+
 def test_what_grows_too_large_while_it_is_followed_ends_alone(
     grammars: SequenceGrammars, tokenizer: Tokenizer, vocab_size: int
 ) -> None:
