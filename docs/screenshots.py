@@ -70,7 +70,7 @@ async def chat(browser: Browser, url: str, questions: list[str], name: str, **op
 
 async def shoot(page: Page, name: str) -> None:
     path = FOLDER / name
-    await page.screenshot(path=path)
+    await page.screenshot(path=path, full_page=True)
     print(f"{path}: {path.stat().st_size // 1000} kB")
 
 

@@ -38,7 +38,8 @@ def ask_silent_ones(listener: socket.socket, timeout_s: float) -> None:
 
 def is_gone(info: bytes, timeout_s: float) -> bool:
     """Whether a connection's peer has answered nothing for so long, though it was spoken to. info: TCP_INFO."""
-    num_resent, num_probes, silent_ms = _INFO.unpack_from(info)
+    figures: tuple[int, int, int] = _INFO.unpack_from(info)
+    num_resent, num_probes, silent_ms = figures
     return (num_resent >= _FEWEST_RESENT or num_probes >= _FEWEST_PROBES) and silent_ms >= 1000 * timeout_s
 
 

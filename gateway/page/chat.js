@@ -29,11 +29,20 @@ const [scroller, list, empty, prompt, sendButton, stopButton, toEnd, sidebar, sh
 ].map(byId);
 
 const client = new StreamKV({ baseUrl: location.href, apiKey: apiKey() });
-const settings = { ...DEFAULTS, ...JSON.parse(read(SETTINGS) ?? "{}") };
+const settings = { ...DEFAULTS, ...keptSettings() };
 let chats = loadChats();
 let current = chats.find((chat) => chat.id === read(CURRENT)) ?? chats[0] ?? newChat();
 const runs = new Map(); // chat id → Run: the answers that are being written
 const views = new Map(); // message id → MessageView, of the chat that is shown
+
+function keptSettings() {
+  try {
+    const kept = JSON.parse(read(SETTINGS) ?? "{}");
+    return Object.fromEntries(Object.entries(kept).filter(([name]) => name in DEFAULTS));
+  } catch {
+    return {}; // not ours, or damaged
+  }
+}
 
 // Small things
 
@@ -219,15 +228,19 @@ function answerAgain(chat, index) {
   scrollToEnd();
 }
 
+const looks = new Map(); // chat id → timer: another tab writes an answer there; its saving shows that it lives
+
 /** Answers that were being written when their page went: go on with them. */
 function takeUp(chat) {
+  clearTimeout(looks.get(chat.id));
+  looks.delete(chat.id);
   const message = chat.messages.at(-1);
   if (message?.state !== "writing" || runs.has(chat.id)) return;
   if (message.owner !== tabId && Date.now() - (message.savedAt ?? 0) < ABANDONED_AFTER_MS) {
-    setTimeout(() => { // another tab may be writing it; its saving shows that it is
+    looks.set(chat.id, setTimeout(() => {
       const found = chats.find(({ id }) => id === chat.id);
       if (found) takeUp(found);
-    }, ABANDONED_AFTER_MS);
+    }, ABANDONED_AFTER_MS));
     return;
   }
   if (!message.cursor) {
@@ -765,6 +778,7 @@ onOtherTab((id, chat) => {
     chats.unshift(chat);
     showChats();
   }
+  if (chat !== null) takeUp(chat);
 });
 
 for (const chat of chats) takeUp(chat);

@@ -214,7 +214,8 @@ function fillRow(row, sequence) {
   const isReading = sequence.phase === "prefill";
   const fill = row.querySelector(".bar i");
   fill.style.background = colour;
-  fill.style.width = `${isReading ? 100 * sequence.numComputed / sequence.numPrompt : 100}%`;
+  fill.style.width = `${100 * sequence.numComputed / sequence.numPrompt}%`;
+  fill.parentElement.style.visibility = isReading ? "visible" : "hidden";
   tokens.textContent = isReading ? `${number(sequence.numComputed)} / ${number(sequence.numPrompt)}` : `${number(sequence.numPrompt)} + ${number(sequence.numTokens - sequence.numPrompt)}`;
   tokens.title = isReading ? "prompt tokens read, of all" : "prompt + answer";
   cached.textContent = number(sequence.numCached);
@@ -324,8 +325,10 @@ function show({ engine, snapshot }) {
     map.update(states, sequences, blockSize);
     showLegend(snapshot, states);
   } else {
-    byId("map-frame").replaceChildren(element("p", { className: "nothing" }, `${number(engine.num_blocks - 1)} blocks are too many to be drawn one by one.`));
+    byId("too-many").textContent = `${number(engine.num_blocks - 1)} blocks are too many to be drawn one by one.`;
   }
+  byId("map").hidden = !states.length;
+  byId("too-many").hidden = states.length > 0;
   showSequences(sequences);
   timeline.update(snapshot.time_s, sequences, newSteps);
   showLatency(snapshot);

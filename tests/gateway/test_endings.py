@@ -420,15 +420,15 @@ async def test_an_engine_that_never_comes_back_ends_requests_when_their_time_is_
 
 async def test_a_choice_that_the_model_fails_on_fails_its_request_and_the_others_have_their_own_ends() -> None:
     poison = tokens_of(SAID[1])[_OWN[1]]
-    async with speaking(*SAID, poison_token=poison) as (_, gateway):
+    async with speaking(*SAID, poison_token=poison, step_s=0.01) as (_, gateway):
         whole = End.by_eos(SAID[0])
         for (form, n), answer in (await ask_each(gateway)).items():
             if n == 1:
                 assert (answer.reasons, answer.num_output) == (["stop"], whole.num_tokens), form
                 continue
             assert answer.error is not None and answer.error["code"] == "engine_error", form
-            if form in WHOLE:
-                assert (answer.status, answer.choices) == (500, [])
+            if form in WHOLE or answer.status == 500:  # as a stream that failed before its headers went out
+                assert (answer.status, answer.choices) == (500, []) and form not in SOCKETS
             else:
                 assert answer.reasons == ["stop", "error", "stop"], form
                 assert answer.choices[0].text == SAID[0] and answer.choices[2].text == SAID[2], form
@@ -438,13 +438,13 @@ async def test_a_choice_that_the_model_fails_on_fails_its_request_and_the_others
 
 @pytest.mark.long
 async def test_an_engine_may_end_after_any_step() -> None:
-    texts = (SAID[0], SAID[1], SAID[2][:24])
+    texts = (SAID[0], SAID[1], "hello, it")
     ends = [End.by_length(texts[0], 9), End.by_string(texts[1], "own"), End.by_eos(texts[2])]
     most = max(end.num_tokens for end in ends)
     for step in range(1, most + 2):
         async with speaking(*texts, step_s=0.005, fail_at_step=step) as (first, gateway):
             asking = asyncio.create_task(ask_each(gateway, stop="own", max_tokens=9))
-            await eventually(lambda gateway=gateway: not gateway.app[keys.ENGINE].is_ready)  # type: ignore[misc]
+            await asyncio.to_thread(first.join, 30.0)
             with serving(SpeakingExecutor(small_tokenizer(), *texts), first.endpoint):
                 for (form, n), answer in (await asking).items():
                     told = [(choice.text, choice.finish_reason, choice.stop_reason) for choice in answer.choices]
