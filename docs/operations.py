@@ -42,6 +42,29 @@ leave the name, which keeps its cached prompts, its figures and what is left of 
 With `--gateway-workers` the limits hold for all workers together. Two servers in front of one engine, each started on
 its own, have budgets of their own.
 
+## Ending, and a new engine
+
+`SIGTERM` or `SIGINT` ends a server: `/ready` says 503, new work is refused, live streams go on for
+`--shutdown-grace-s`; then the rest end with `abort`, and those that can be attached to break off, for their clients to
+take up elsewhere. A second signal ends it now. The exit status is 0 only for an end that was asked for.
+
+`SIGUSR1` gives a server a new engine without ending a stream, for new weights in the model's folder, another driver, or
+memory that is to be free for a moment. It goes to `streamkv serve`, with any number of gateway workers, or to
+`streamkv engine --supervise`, which is the first process of the engine's container:
+
+```sh
+kill -USR1 PID
+docker compose exec engine python3 -c "import os, signal; os.kill(1, signal.SIGUSR1)"   # not `docker kill`: Docker takes it for a stop
+```
+
+The engine finishes the steps that are on their way, writes its cache to disk where there is `--disk-kv-path` (for four
+seconds at most), and ends; a new one is started at once. Gateways send it every live stream, which goes on where it was,
+warm where the disk had it: clients see a pause and keep-alives. New requests wait for it, and are refused by 503 after
+`--startup-wait-s`. It counts in `streamkv_engine_restarts_total`, but not as a crash: there is no back-off. An engine
+that takes over 10 s to make room (45 s under `--supervise`) is killed, which costs the cache and no stream. Two things
+do not outlive an engine, however it ends: streams that have ended and were kept to be attached to, and live ones whose
+gateway is gone.
+
 ## Request ids
 
 A request's `X-Request-Id` (1 to 128 letters, digits and `._:/=+@-`) is kept, anything else is replaced by a random one.

@@ -254,8 +254,8 @@ const INLINE = new RegExp([
   String.raw`!?\[((?:\\.|[^[\]\\]|\[[^[\]]{0,200}\]){0,1000})\]\(\s*<?((?:[^\s()<>]|\([^\s()]{0,500}\)){0,2000})>?(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)`, // 4, 5: link
   String.raw`<((?:https?:\/\/|mailto:)[^\s<>]+)>`, // 6: a link as it is
   String.raw`(https?:\/\/[^\s<>"'\x60\])]+[^\s<>"'\x60\]).,;:!?*_~])`, // 7: a bare one
-  String.raw`(\*\*|__)(?=\S)([\s\S]{0,2000}?\S)\8(?!\*)`, // 8, 9: bold
-  String.raw`([*_])(?=\S)([\s\S]{0,2000}?\S)\10(?![\p{L}\p{N}])`, // 10, 11: italic
+  String.raw`(\*\*|(?<![\p{L}\p{N}])__)(?=\S)([\s\S]{0,2000}?\S)\8(?!\*)`, // 8, 9: bold
+  String.raw`(?<![\p{L}\p{N}*_])([*_])(?=\S)([\s\S]{0,2000}?\S)\10(?![\p{L}\p{N}])`, // 10, 11: italic; 2*3*4 and snake_case_names are none
   String.raw`~~(?=\S)([\s\S]{0,2000}?\S)~~`, // 12: struck out
   String.raw`( {2,}|\\)\n`, // 13: a line that ends here
 ].join("|"), "gu");
@@ -266,31 +266,23 @@ export function inline(text, depth = 0) {
   let at = 0;
   const upTo = (end) => { if (end > at) found.push(text.slice(at, end)); };
   for (const match of text.matchAll(INLINE)) {
-    const node = inlineNode(match, text, depth);
-    if (node === null) continue;
     upTo(match.index);
-    found.push(node);
+    found.push(inlineNode(match, depth));
     at = match.index + match[0].length;
   }
   upTo(text.length);
   return found;
 }
 
-function inlineNode(match, text, depth) {
+function inlineNode(match, depth) {
   const inner = (part) => (depth < MAX_DEPTH ? inline(part, depth + 1) : [part]);
-  const before = text[match.index - 1] ?? " ";
   if (match[1] !== undefined) return match[1];
   if (match[2] !== undefined) return element("code", { dir: "ltr" }, match[3].replace(/^ (.+) $/s, "$1").replace(/\n/g, " "));
   if (match[4] !== undefined) return link(match[5], inner(match[4] || match[5]));
   if (match[6] !== undefined) return link(match[6], [match[6]]);
   if (match[7] !== undefined) return link(match[7], [match[7]]);
-  if (match[8] !== undefined) {
-    return match[8] === "__" && /[\p{L}\p{N}]/u.test(before) ? null : element("strong", {}, ...inner(match[9]));
-  }
-  if (match[10] !== undefined) {
-    // 2*3*4 and snake_case_names are none
-    return /[\p{L}\p{N}*_]/u.test(before) ? null : element("em", {}, ...inner(match[11]));
-  }
+  if (match[8] !== undefined) return element("strong", {}, ...inner(match[9]));
+  if (match[10] !== undefined) return element("em", {}, ...inner(match[11]));
   if (match[12] !== undefined) return element("del", {}, ...inner(match[12]));
   return element("br");
 }

@@ -394,14 +394,16 @@ async def test_without_keys_there_are_no_labels() -> None:
 async def test_limits_without_keys_hold_for_sockets_too() -> None:
     """An ApiKeys without keys is empty, and must not be taken for none."""
     with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE, step_s=0.01)) as engine:
-        async with running_gateway(engine.endpoint, max_concurrent=1) as gateway:
-            async with gateway.session.ws_connect(gateway.url + "/v1/stream") as socket:
-                generate = {"type": "generate", "id": "a", "prompt": "the", "max_tokens": 400, "ignore_eos": True}
-                await socket.send_json(generate)
-                assert (await socket.receive_json())["type"] == "started"
-                assert (await gateway.post("/v1/completions", {"prompt": "the", "max_tokens": 1}))[0] == 429
-                await socket.send_json({**generate, "id": "b"})
+        async with (
+            running_gateway(engine.endpoint, max_concurrent=1) as gateway,
+            gateway.session.ws_connect(gateway.url + "/v1/stream") as socket,
+        ):
+            generate = {"type": "generate", "id": "a", "prompt": "the", "max_tokens": 400, "ignore_eos": True}
+            await socket.send_json(generate)
+            assert (await socket.receive_json())["type"] == "started"
+            assert (await gateway.post("/v1/completions", {"prompt": "the", "max_tokens": 1}))[0] == 429
+            await socket.send_json({**generate, "id": "b"})
+            event = await socket.receive_json()
+            while event["id"] != "b":
                 event = await socket.receive_json()
-                while event["id"] != "b":
-                    event = await socket.receive_json()
-                assert event["error"]["code"] == "rate_limit_exceeded"
+            assert event["error"]["code"] == "rate_limit_exceeded"

@@ -104,7 +104,9 @@ async def check(
                 return figures["num_paused_requests"] == NUM_STALLED
 
             await eventually_async(all_stand_aside, 60)
-            assert (await normal).text() == text_of(NUM_STALLED, num_tokens), "a reader waited for those who do not read"
+            assert (await normal).text() == text_of(NUM_STALLED, num_tokens), (
+                "a reader waited for those who do not read"
+            )
             figures = await gateway.metrics()
             assert figures["gateway_slow_reader_pauses_total"] >= NUM_STALLED
             assert figures["pauses_total"] >= NUM_STALLED and figures["num_running_requests"] == 0

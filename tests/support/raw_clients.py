@@ -63,12 +63,10 @@ class RawClient:
         self.connection.close()
 
     def fall_silent(self) -> None:
-        """As if the cable were cut: its kernel drops every packet before it is looked at, so nothing is acknowledged."""
+        """As if the cable were cut: its kernel drops every packet unseen, so nothing is acknowledged."""
         drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0 bytes of the packet
         program = ctypes.create_string_buffer(drop_all)
-        self.connection.setsockopt(
-            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program))
-        )
+        self.connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
     def close(self) -> None:
         self.connection.close()

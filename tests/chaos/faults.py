@@ -1,0 +1,236 @@
+"""What is done to the server: its engine dies, stands still and is replaced, and nonsense comes at every door."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import struct
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import zmq
+import zmq.asyncio
+
+from streamkv.errors import WireDecodeError
+from streamkv.protocol import (
+    WIRE_VERSION,
+    Abort,
+    Attach,
+    Drain,
+    GetSnapshot,
+    GetStats,
+    Heartbeat,
+    Hello,
+    Pause,
+    Resume,
+    Submit,
+    decode_from_gateway,
+    encode,
+)
+from streamkv.transport import new_gateway_id
+from tests.chaos.report import Report
+from tests.support.served import Served
+from tests.support.wire_gateway import submission
+
+TOKENS_BETWEEN = 150
+"""The engine is left alone until so many tokens have come since the last time: who may end an engine three times
+without a token between is failed (DESIGN §6), and a fault that comes at random is not one of a request's making."""
+PATIENCE_S = 240.0
+KILLS = ("kill", "kill", "stop", "pause", "restart")
+
+HTTP_PIECES = [
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n",
+    b"GET /v1/stream HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n",
+    b"GET /v1/streams/00 HTTP/1.1\r\nHost: x\r\nLast-Event-ID: 17.-\r\n",
+    b"Content-Length: 99999999999999999999\r\n",
+    b"Content-Length: 50\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n",
+    b"\r\n",
+    b"fffffffffff\r\n",
+    b"0\r\n\r\n",
+    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e999}',
+    b'{"prompt": [[[[[[[[[[[[[[[[',
+    b"\x16\x03\x01\x02\x00\x01\x00",
+]
+SOCKET_TEXTS = [
+    "",
+    "null",
+    "[]",
+    '{"type": "generate"}',
+    '{"type": "generate", "id": "a", "prompt": "x", "max_tokens": -1}',
+    '{"type": "attach", "id": "a", "stream_id": "00", "cursor": "-1"}',
+    '{"type": "attach", "id": "a", "stream_id": "' + "0" * 32 + '"}',
+    '{"type": "credit", "id": "a", "tokens": 99999999999999999999}',
+    '{"type": "cancel", "id": "nobody"}',
+    '{"type": "' + "x" * 5000 + '"}',
+    "{" * 5000,
+    '{"id": "\\ud800"}',
+]
+WIRE_FRAMES = [
+    encode(message)
+    for message in (
+        submission(3, [1, 2, 3], 4),
+        Abort(3),
+        Abort(4, "stop_string", 2),
+        Pause(3),
+        Resume(3),
+        Attach(5, bytes(16), 1, "someone"),
+        Heartbeat(7, 9, True, 0.5, 0.25),
+        Hello(WIRE_VERSION, b"\x01" * 16),
+        GetStats(1),
+        GetSnapshot(1),
+    )
+]
+
+
+class EngineFaults:
+    """Kills, stops and replaces the engine, again and again."""
+
+    def __init__(self, served: Served, num_tokens: Callable[[], Awaitable[float]], report: Report) -> None:
+        """num_tokens: how many have come from engines so far."""
+        self._served = served
+        self._num_tokens = num_tokens
+        self._report = report
+        self._rng = random.Random(f"{report.seed} engine")
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            if await self._has_worked(is_over):
+                await asyncio.sleep(self._rng.uniform(0, 4))
+                await self._strike(self._rng.choice(KILLS))
+
+    async def _has_worked(self, is_over: asyncio.Event) -> bool:
+        loop = asyncio.get_running_loop()
+        enough, until_s = await self._num_tokens() + TOKENS_BETWEEN, loop.time() + PATIENCE_S
+        while await self._num_tokens() < enough:
+            if is_over.is_set():
+                return False
+            if loop.time() > until_s:
+                self._report.violate(f"the engine made no {TOKENS_BETWEEN} tokens in {PATIENCE_S:.0f} s")
+                return False
+            await asyncio.sleep(0.25)
+        return True
+
+    async def _strike(self, kind: str) -> None:
+        if kind == "restart":
+            self._report.faults["engine replaced (SIGUSR1)"] += 1
+            self._served.process.send_signal(signal.SIGUSR1)
+            return
+        try:
+            pid = self._served.engine_pid
+        except ValueError:
+            return  # it is being started just now
+        with contextlib.suppress(ProcessLookupError):
+            if kind == "kill":
+                self._report.faults["engine killed (SIGKILL)"] += 1
+                os.kill(pid, signal.SIGKILL)
+            elif kind == "stop":
+                self._report.faults["engine hung (SIGSTOP)"] += 1
+                os.kill(pid, signal.SIGSTOP)
+            else:
+                self._report.faults["engine slow (SIGSTOP, SIGCONT)"] += 1
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(self._rng.uniform(0.2, 3))
+                os.kill(pid, signal.SIGCONT)
+
+
+class Nonsense:
+    """Malformed input on HTTP, WebSocket and ZeroMQ."""
+
+    def __init__(self, url: str, endpoint: str, session: aiohttp.ClientSession, report: Report) -> None:
+        self._url = url
+        self._endpoint = endpoint
+        self._session = session
+        self._report = report
+        self._rng = random.Random(f"{report.seed} nonsense")
+
+    async def run(self, is_over: asyncio.Event) -> None:
+        while not is_over.is_set():
+            send = self._rng.choice([self._over_http, self._over_socket, self._over_wire])
+            try:
+                async with asyncio.timeout(10):
+                    await send()
+            except (OSError, aiohttp.ClientError, TimeoutError):
+                pass  # the server may break off what it cannot read, and need not answer half a request
+            await asyncio.sleep(self._rng.uniform(0.05, 0.6))
+
+    def _mutated(self, data: bytes) -> bytes:
+        """Bytes changed, cut out, put in."""
+        changed = bytearray(data)
+        for _ in range(self._rng.randrange(1, 6)):
+            place = self._rng.randrange(len(changed) + 1)
+            what = self._rng.random()
+            if what < 0.5 and place < len(changed):
+                changed[place] = self._rng.randrange(256)
+            elif what < 0.75:
+                del changed[place : place + self._rng.randrange(1, 8)]
+            else:
+                changed[place:place] = self._rng.randbytes(self._rng.randrange(1, 8))
+        return bytes(changed)
+
+    async def _over_http(self) -> None:
+        pieces = self._rng.sample(HTTP_PIECES, self._rng.randrange(1, 6))
+        data = b"".join(pieces)
+        if self._rng.random() < 0.5:
+            data = self._mutated(data)
+        host, port = self._url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(data)
+            self._report.faults["nonsense over HTTP"] += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(4096), self._rng.uniform(0.05, 2))
+        finally:
+            writer.transport.abort()
+
+    async def _over_socket(self) -> None:
+        async with self._session.ws_connect(f"{self._url}/v1/stream") as connection:
+            for _ in range(self._rng.randrange(1, 6)):
+                text = self._rng.choice(SOCKET_TEXTS)
+                if self._rng.random() < 0.4:
+                    text = self._mutated(text.encode()).decode("utf-8", "replace")
+                await connection.send_str(text)
+                message = await connection.receive(timeout=9)
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    self._report.violate(f"a text that is no message closed the socket: {text[:80]!r}")
+                    return
+                json.loads(message.data)
+            self._report.faults["nonsense over WebSocket"] += 1
+            underlying = connection._conn  # aiohttp has no public way to send what is no frame
+            if self._rng.random() < 0.5 and underlying is not None and underlying.transport is not None:
+                frame = bytes([self._rng.randrange(256), self._rng.randrange(256)]) + self._rng.randbytes(20)
+                underlying.transport.write(self._rng.choice([frame, struct.pack("!BBQ", 0x82, 0xFF, 2**63)]))
+                await asyncio.sleep(0.2)
+
+    async def _over_wire(self) -> None:
+        """From a gateway that is none. What would still be a Drain or a Submit is left out: those are orders."""
+        context = zmq.asyncio.Context()
+        dealer = context.socket(zmq.DEALER)
+        try:
+            dealer.setsockopt(zmq.LINGER, 0)
+            odd = self._rng.randbytes(self._rng.randrange(1, 40)).replace(b"\0", b"\1")
+            dealer.setsockopt(zmq.ROUTING_ID, new_gateway_id() if self._rng.random() < 0.7 else odd)
+            dealer.connect(self._endpoint)
+            if self._rng.random() < 0.7:
+                await dealer.send(encode(Hello(WIRE_VERSION, b"\x02" * 16)))
+            for _ in range(self._rng.randrange(1, 30)):
+                frame = self._mutated(self._rng.choice(WIRE_FRAMES))
+                if self._rng.random() < 0.2:
+                    frame = self._rng.randbytes(self._rng.randrange(200))
+                if not _is_order(frame):
+                    await dealer.send_multipart([frame] * self._rng.choice([1, 1, 1, 2]))
+            self._report.faults["nonsense over ZeroMQ"] += 1
+            await asyncio.sleep(0.3)
+        finally:
+            dealer.close()
+            context.term()
+
+
+def _is_order(frame: bytes) -> bool:
+    try:
+        return isinstance(decode_from_gateway(frame), Drain | Submit)
+    except WireDecodeError:
+        return False

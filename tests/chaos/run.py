@@ -1,0 +1,116 @@
+"""One run: `streamkv serve` with the real model, many clients, and faults until the time is over; then the count."""
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from tests.chaos.clients import Client
+from tests.chaos.faults import EngineFaults, Nonsense
+from tests.chaos.report import Report
+from tests.support.served import Served, start, wait_ready
+
+START_LIMIT_S = 240.0
+FINISH_LIMIT_S = 420.0
+"""For the streams that live when the faults are over; an engine may have to start first."""
+IDLE_LIMIT_S = 200.0
+"""Until nothing is left of streams that were abandoned, whose grace period runs on."""
+IDLE_GAUGES = (
+    "num_live_streams", "num_detached_streams", "num_running_requests", "num_waiting_requests", "num_paused_requests",
+    "num_running_sequences", "num_waiting_sequences", "num_paused_sequences", "num_in_transfer_blocks",
+    "gateway_live_streams", "gateway_waiting_for_engine", "gateway_websockets",
+)  # fmt: skip
+TOLD = ("engine_restarts_total", "gateway_resubmitted_total", "gateway_attached_streams_total",
+        "gateway_slow_reader_pauses_total", "gateway_refused_total")  # fmt: skip
+
+
+async def run(seed: int, seconds: float, num_streams: int) -> Report:
+    """A whole run on a server of its own, in a folder that goes away."""
+    report = Report(seed, num_streams)
+    folder = Path(tempfile.mkdtemp(prefix="skv-chaos-", dir="/tmp"))
+    endpoint = f"ipc://{folder}/engine.sock"
+    flags = [
+        "--dtype=float32", "--kv-cache-memory-gib=0.5", "--host-kv-memory-gib=0.25", "--preemption-mode=swap",
+        f"--disk-kv-path={folder / 'kv'}", "--disk-kv-size-gib=0.5", f"--endpoint={endpoint}", "--engine-timeout-s=10",
+        "--startup-wait-s=240", "--request-timeout-s=900", "--max-stream-buffer-bytes=4096", "--max-num-seqs=128",
+        "--log-level=warning",
+    ]  # fmt: skip
+    served = await asyncio.to_thread(start, folder, *flags)
+    try:
+        await asyncio.to_thread(wait_ready, served, START_LIMIT_S)
+        begun = time.monotonic()
+        await _disturb(served, endpoint, seconds, report)
+        report.seconds = time.monotonic() - begun
+        served.process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(served.process.wait, 120)
+        log = served.log.read_text()
+        if code != 0 or "Traceback" in log:
+            report.violate(f"the server ended with {code}; its log:\n{log[-5000:]}")
+        return report
+    finally:
+        served.process.kill()
+        served.process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _disturb(served: Served, endpoint: str, seconds: float, report: Report) -> None:
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=None)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2048) as session:
+
+        async def figures() -> dict[str, float]:
+            async with session.get(served.url + "/metrics") as response:
+                lines = (await response.text()).splitlines()
+            pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+            return {name.removeprefix("streamkv_"): float(value) for name, _, value in pairs}
+
+        async def num_tokens() -> float:
+            return (await figures())["gateway_wire_tokens_total"]
+
+        at_start = await figures()
+        is_over, faults_over = asyncio.Event(), asyncio.Event()
+        clients = [
+            asyncio.create_task(Client(served.url, session, f"client {number}", report).run(is_over))
+            for number in range(report.num_streams)
+        ]
+        faults = [
+            asyncio.create_task(EngineFaults(served, num_tokens, report).run(faults_over)),
+            asyncio.create_task(Nonsense(served.url, endpoint, session, report).run(faults_over)),
+            asyncio.create_task(_stay_healthy(served, session, faults_over, report)),
+        ]
+        await asyncio.wait([*clients, *faults], timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        is_over.set()
+        faults_over.set()
+        _, unfinished = await asyncio.wait([*clients, *faults], timeout=FINISH_LIMIT_S)
+        for task in unfinished:
+            report.violate(f"a stream did not end in {FINISH_LIMIT_S:.0f} s")
+            task.cancel()
+        for result in await asyncio.gather(*clients, *faults, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                report.violate(f"the test itself failed: {result!r}")
+        until_s = time.monotonic() + IDLE_LIMIT_S
+        while True:
+            now = await figures()
+            report.busy_gauges = {name: now.get(name, 1.0) for name in IDLE_GAUGES if now.get(name, 1.0) != 0}
+            report.leaked_blocks = now.get("num_allocated_blocks", float("nan"))
+            if (not report.busy_gauges and report.leaked_blocks == 0) or time.monotonic() > until_s:
+                break
+            await asyncio.sleep(1)
+        pool = [sum(each.get(f"num_{kind}_blocks", 0) for kind in ("free", "cached")) for each in (at_start, now)]
+        report.leaked_blocks = max(report.leaked_blocks, pool[0] - pool[1])
+        report.engine = {name: value for name, value in now.items() if name.startswith(TOLD)}
+
+
+async def _stay_healthy(served: Served, session: aiohttp.ClientSession, is_over: asyncio.Event, report: Report) -> None:
+    """The gateway lives whatever becomes of its engine."""
+    while not is_over.is_set():
+        async with session.get(served.url + "/health") as response:
+            if response.status != 200:
+                report.violate(f"/health said {response.status}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(is_over.wait(), 2)
