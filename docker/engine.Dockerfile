@@ -32,5 +32,5 @@ VOLUME ["/cache", "/kv", "/run/streamkv"]
 # From SIGTERM on, live streams have 30 s, then the cache is written to disk.
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["streamkv", "engine", "--supervise"]
-HEALTHCHECK --start-period=2h --start-interval=2s --interval=15s --timeout=10s --retries=20 \
+HEALTHCHECK --start-period=2h --start-interval=5s --interval=15s --timeout=10s --retries=20 \
     CMD ["streamkv", "health", "--engine"]

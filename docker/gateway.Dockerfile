@@ -28,5 +28,5 @@ VOLUME ["/cache", "/run/streamkv"]
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["streamkv", "gateway"]
-HEALTHCHECK --start-period=2h --start-interval=2s --interval=15s --timeout=10s --retries=20 \
+HEALTHCHECK --start-period=2h --start-interval=5s --interval=15s --timeout=10s --retries=20 \
     CMD ["streamkv", "health"]

@@ -54,16 +54,18 @@ memory that is to be free for a moment. It goes to `streamkv serve`, with any nu
 
 ```sh
 kill -USR1 PID
-docker compose exec engine python3 -c "import os, signal; os.kill(1, signal.SIGUSR1)"   # not `docker kill`: Docker takes it for a stop
+docker compose exec engine python3 -c "import os, signal; os.kill(1, signal.SIGUSR1)"
 ```
 
+(not by `docker kill`, whatever the signal: Docker then counts the container as stopped by hand).
+
 The engine finishes the steps that are on their way, writes its cache to disk where there is `--disk-kv-path` (for four
-seconds at most), and ends; a new one is started at once. Gateways send it every live stream, which goes on where it was,
-warm where the disk had it: clients see a pause and keep-alives. New requests wait for it, and are refused by 503 after
-`--startup-wait-s`. It counts in `streamkv_engine_restarts_total`, but not as a crash: there is no back-off. An engine
-that takes over 10 s to make room (45 s under `--supervise`) is killed, which costs the cache and no stream. Two things
-do not outlive an engine, however it ends: streams that have ended and were kept to be attached to, and live ones whose
-gateway is gone.
+seconds at most), and ends; a new one is started at once. Gateways send it every live stream, which goes on where it
+was, warm where the disk had it: clients see a pause and keep-alives. New requests wait for it, and are refused by 503
+after `--startup-wait-s`. It counts in `streamkv_engine_restarts_total`, but not as a crash: there is no back-off. An
+engine that takes over 10 s to make room (45 s under `--supervise`) is killed, which costs the cache and no stream. Two
+things do not outlive an engine, however it ends: streams that have ended and were kept to be attached to, and live ones
+whose gateway is gone.
 
 ## Request ids
 

@@ -96,7 +96,7 @@ async def main(url: str) -> None:
             is_mobile=True,
         )
         streams = [asyncio.create_task(stream(session, url, number)) for number in range(NUM_STREAMS)]
-        context = await browser.new_context(viewport={"width": 1360, "height": 1290}, color_scheme="light")
+        context = await browser.new_context(viewport={"width": 1360, "height": 900}, color_scheme="light")
         page = await context.new_page()
         await page.goto(url + "/dashboard")
         await asyncio.sleep(FILL_S)

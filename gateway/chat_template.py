@@ -14,7 +14,6 @@ model's own, and templates look for them. Other added tokens (runs of spaces, sa
 
 import json
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -24,13 +23,14 @@ import jinja2.ext
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from gateway.time_limit import TimeIsOver, TimeLimit
 from streamkv.errors import InvalidField, ModelError
 
 MAX_RENDERED_CHARS = 64 * 1024 * 1024
 """A rendering longer than this is refused; every body within its limit stays far below with a template that prints
 each message a few times."""
 MAX_RENDER_S = 20.0
-"""A rendering that takes longer is refused, looked at between two pieces of output."""
+"""A rendering that takes longer is refused."""
 MAX_REPEATED = 1_000_000
 """Largest value that `*` may make of a string or list inside a template."""
 
@@ -316,17 +316,18 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         num_chars = 0
-        give_up_at = time.monotonic() + MAX_RENDER_S
         try:
-            for piece in self._template.generate(names):
-                pieces.append(piece)
-                num_chars += len(piece)
-                if num_chars > MAX_RENDERED_CHARS:
-                    raise InvalidField(
-                        "messages", f"the chat template made more than {MAX_RENDERED_CHARS} characters of them"
-                    )
-                if time.monotonic() > give_up_at:
-                    raise InvalidField("messages", f"the chat template took longer than {MAX_RENDER_S:g} s over them")
+            with TimeLimit(MAX_RENDER_S):
+                for piece in self._template.generate(names):
+                    pieces.append(piece)
+                    num_chars += len(piece)
+                    if num_chars > MAX_RENDERED_CHARS:
+                        raise InvalidField(
+                            "messages", f"the chat template made more than {MAX_RENDERED_CHARS} characters of them"
+                        )
+        except TimeIsOver as error:
+            text = f"the chat template took longer than {MAX_RENDER_S:g} s over them"
+            raise InvalidField("messages", text) from error
         except InvalidField:
             raise
         except Exception as error:  # a template is a program; whatever it raises is about what it was given

@@ -2,12 +2,14 @@
 
 The engine's loop says by heartbeat whether there is work and how long ago a step finished. It counts as hung when it
 says nothing for too long, or when work waits and no step has finished within max(10 s, 5 x the predicted step). While
-it loads, its heartbeats alone count. A step that is slow, but not beyond what was predicted, is never a hang.
+it loads, its heartbeats alone count. A step that is slow, but not beyond what was predicted, is never a hang. Nor is
+time in which this side could not listen: a container that was frozen has both sides stand still.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from streamkv.errors import WireDecodeError
@@ -21,6 +23,8 @@ UNPREDICTED_HANG_S: Final = 60.0
 FIRST_WORD_S: Final = 180.0
 """From the start of the process to its first word: it has to import PyTorch, perhaps from a slow disk."""
 _LOOK_EVERY_S: Final = 0.5
+_OVERSLEPT_S: Final = 3.0
+"""So late is a look only if this process, too, could not run."""
 
 
 class Progress:
@@ -29,6 +33,8 @@ class Progress:
     def __init__(self, started_s: float, silence_s: float) -> None:
         """started_s: when its process started. silence_s: how long it may say nothing, once it has spoken."""
         self._heard_s = started_s
+        self._watched_s = -inf
+        """Since when this side has been listening without a gap."""
         self._silence_s = silence_s
         self._has_spoken = False
         self._beat: Heartbeat | None = None
@@ -39,6 +45,10 @@ class Progress:
         self._has_spoken = True
         if beat is not None:
             self._beat = beat
+
+    def overslept(self, now_s: float) -> None:
+        """This side could not listen until now: silence, and the age of a step, count from here."""
+        self._heard_s = self._watched_s = now_s
 
     def why_hung(self, now_s: float) -> str:
         """Empty while it makes progress, or may do so."""
@@ -51,10 +61,11 @@ class Progress:
         limit_s = UNPREDICTED_HANG_S
         if beat.expected_step_s > 0:
             limit_s = max(SHORTEST_HANG_S, SLOWER_THAN_PREDICTED * beat.expected_step_s)
-        if beat.step_age_s <= limit_s:
+        age_s = min(beat.step_age_s, now_s - self._watched_s)
+        if age_s <= limit_s:
             return ""
         return (
-            f"work waits and no step has finished for {beat.step_age_s:.0f} s; "
+            f"work waits and no step has finished for {age_s:.0f} s; "
             f"predicted were {beat.expected_step_s:.2g} s"
         )
 
@@ -113,7 +124,10 @@ class EngineWatch:
                 if self._clock() >= speak_again_s:
                     speak_again_s = self._clock() + self._heartbeat_s
                     socket.send(encode(Heartbeat(0)))
+                late_s = self._clock() + min(_LOOK_EVERY_S, self._heartbeat_s) + _OVERSLEPT_S
                 await asyncio.sleep(min(_LOOK_EVERY_S, self._heartbeat_s))
+                if self._clock() > late_s:
+                    progress.overslept(self._clock())
             return reason
         finally:
             socket.close()

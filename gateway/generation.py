@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,7 +77,7 @@ class Prepared:
     """A request that is checked, admitted and encoded: all but its outlet."""
 
     state: StreamState
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     form: AnswerForm
     tokenizer: Tokenizer
     arrived: float
@@ -177,7 +177,7 @@ class Generation:
         field = options.prompt_field
         echo_text: str | None = None
         if isinstance(request, ChatRequest):
-            prompt_token_ids = await tokenizer.encode_chat_off_loop(
+            found_ids = await tokenizer.encode_chat_off_loop(
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
@@ -189,21 +189,22 @@ class Generation:
             prompt = request.prompts[0]
             if isinstance(prompt, str):
                 echo_text = prompt
-                prompt_token_ids = await tokenizer.encode_off_loop(
+                found_ids = await tokenizer.encode_off_loop(
                     prompt, field, add_special_tokens=request.add_special_tokens, max_tokens=max_tokens
                 )
             else:
-                prompt_token_ids = list(prompt)
+                found_ids = list(prompt)
+        prompt_token_ids = await tokenizer.compact_off_loop(found_ids)
         if not prompt_token_ids:
             raise InvalidField(field, "gives no tokens at all; send some text")
         ready = await self._admission.enter()
         self._check_fit()
         self.check_model(options.model)
         vocab_size = ready.model.vocab_size
-        if not isinstance(request, ChatRequest) and max(prompt_token_ids) >= vocab_size:
-            raise InvalidField(
-                field, f"has token id {max(prompt_token_ids)}, but the model's ids end at {vocab_size - 1}"
-            )
+        # Beyond the model's can only be a client's own ids, and those of a tokenizer that has more.
+        may_be_beyond = echo_text is None or tokenizer.vocab_size > vocab_size
+        if not isinstance(request, ChatRequest) and may_be_beyond and (highest := max(prompt_token_ids)) >= vocab_size:
+            raise InvalidField(field, f"has token id {highest}, but the model's ids end at {vocab_size - 1}")
         sampling = options.to_sampling(len(prompt_token_ids), ready.model.max_model_len, secrets.randbits(64))
         parsing: Parsing | None = None
         if isinstance(request, ChatRequest):

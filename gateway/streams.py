@@ -456,6 +456,7 @@ class Stream:
             and len(self._choices) == 1
             and not self._wants_logprobs
             and not first.is_hidden
+            and bool(first.token_ids)  # an attach may come before the first token, and what opens the answer with it
             and first.ending is None
             and first.detokenizer.can_take_whole_piece
         )
@@ -904,8 +905,12 @@ class BoundedWriter:
         transport = self._transport
         if transport is not None:
             self.num_bytes += len(data)
-            transport.write(data)
-            num_unread = transport.get_write_buffer_size()
+            try:
+                transport.write(data)
+                num_unread = transport.get_write_buffer_size()
+            except RuntimeError:  # uvloop's word for a client that has just gone, of which aiohttp tells the handler
+                self.close()
+                return
         elif not self._is_closed:
             self._held += data
             num_unread = len(self._held)

@@ -15,6 +15,7 @@ import msgspec
 import tokenizers
 
 from gateway.chat_template import AddedToken, ChatMessage, ChatTemplate
+from gateway.prompt_ids import INLINE_IDS, compact
 from streamkv.errors import InvalidField, ModelError
 from streamkv.gguf_vocabulary import read_gguf_vocabulary
 from streamkv.model_files import ModelFiles
@@ -22,6 +23,9 @@ from streamkv.model_files import ModelFiles
 INLINE_CHARS: Final = 2048
 """Texts up to this long are encoded on the event loop (under a millisecond); a thread's round trip costs more."""
 NUM_THREADS: Final = 2
+GIANT_CHARS: Final = 64 * 1024
+"""Texts over this are encoded one after the other, on a thread of their own: the others wait for none of them, and they
+leave the event loop a core and the interpreter."""
 _GIL_CHARS: Final = 512
 _CHARS_PER_TOKEN: Final = 8
 _CUT_SLACK_TOKENS: Final = 64
@@ -142,6 +146,7 @@ class Tokenizer:
         self._model_vocab_size = min_vocab_size
         self._num_ids = max(parsing.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._giants_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize-giants")
 
     @classmethod
     def load(cls, files: ModelFiles, chat_template_file: str = "") -> "Tokenizer":
@@ -283,7 +288,14 @@ class Tokenizer:
     async def _run(self, call: Callable[[], list[int]], num_chars: int) -> list[int]:
         if num_chars <= INLINE_CHARS:
             return call()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        pool = self._pool if num_chars <= GIANT_CHARS else self._giants_pool
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+    async def compact_off_loop(self, ids: list[int]) -> Sequence[int]:
+        """The ids in little memory; many as an array, and the list is empty then."""
+        if len(ids) <= INLINE_IDS:
+            return ids
+        return await asyncio.get_running_loop().run_in_executor(self._pool, compact, ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; those that stand for nothing (padding rows of the model) give none."""
@@ -296,7 +308,8 @@ class Tokenizer:
 
     def close(self) -> None:
         """End the threads; texts that still wait for one are not encoded."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._giants_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_text(self, text: str, field: str) -> None:
         """Refuse what encoding would drop without a word."""

@@ -140,12 +140,11 @@ class GrammarCompiler:
 
     def _make(self, grammar: Grammar) -> CompiledGrammar:
         """On one of the compiling threads, whose stack is large enough. Raises InvalidField."""
-        tokenizer = self.tokenizer(grammar.field)
         try:
-            compiled = CompiledGrammar(_compile(grammar, tokenizer))
+            compiled = CompiledGrammar(_compile(grammar, self.tokenizer(grammar.field)))
         except InvalidField:
             raise
-        except Exception as error:  # the library raises what it likes
+        except BaseException as error:  # the libraries raise what they like; a panic of theirs is no Exception
             raise InvalidField(grammar.field, f"cannot be compiled: {error}"[:_MAX_MESSAGE_CHARS]) from error
         with self._lock:
             self._known[grammar.kind, grammar.text] = compiled

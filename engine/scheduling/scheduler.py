@@ -322,7 +322,8 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
-            if entry.is_prefill and not sequence.request.first_token_s:
+            # What is found in the cache but for its last token begins as a decode, with its blocks.
+            if (entry.is_prefill or entry.new_block_ids) and not sequence.request.first_token_s:
                 sequence.request.first_token_s = self._clock()
             if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_len:
                 ending = self._ending(sequence)

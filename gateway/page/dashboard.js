@@ -215,7 +215,7 @@ function fillRow(row, sequence) {
   const fill = row.querySelector(".bar i");
   fill.style.background = colour;
   fill.style.width = `${100 * sequence.numComputed / sequence.numPrompt}%`;
-  fill.parentElement.style.visibility = isReading ? "visible" : "hidden";
+  fill.parentElement.hidden = !isReading;
   tokens.textContent = isReading ? `${number(sequence.numComputed)} / ${number(sequence.numPrompt)}` : `${number(sequence.numPrompt)} + ${number(sequence.numTokens - sequence.numPrompt)}`;
   tokens.title = isReading ? "prompt tokens read, of all" : "prompt + answer";
   cached.textContent = number(sequence.numCached);

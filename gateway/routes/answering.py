@@ -72,7 +72,9 @@ async def answer(request: web.Request, parse: Callable[[bytes, RequestLimits], R
     parsed = _with_grace(request, await parse_body(request, parse))
     every = await request.app[keys.GENERATION].prepare_each(parsed, request[keys.CALLER])
     form = form_of_all([prepared.form for prepared in every])
-    if parsed.options.stream:
+    is_streamed = parsed.options.stream
+    del parsed  # neither the text nor the ids of a long prompt are kept for as long as its answer takes
+    if is_streamed:
         return await _streamed(request, every, form)
     return await _whole(request, every, form)
 
@@ -93,6 +95,7 @@ def _with_grace(request: web.Request, parsed: Request) -> Request:
 async def _whole(request: web.Request, every: list[Prepared], form: AnswerForm) -> web.Response:
     gathered = GatheredAnswer(form.num_choices)
     stream = request.app[keys.GENERATION].start_each(every, gathered)
+    every.clear()
     try:
         await asyncio.wait([stream.ended])
     finally:
@@ -116,7 +119,9 @@ async def _streamed(request: web.Request, every: list[Prepared], form: AnswerFor
         is_chunked=request.version >= HttpVersion11,
         error_body=error_body,
     )
-    return await send_events(request, app[keys.GENERATION].start_each(every, outlet), writer, outlet)
+    stream = app[keys.GENERATION].start_each(every, outlet)
+    every.clear()
+    return await send_events(request, stream, writer, outlet)
 
 
 async def reattach(request: web.Request, stream_id: bytes, known: Cursor) -> web.StreamResponse:
@@ -138,7 +143,11 @@ async def reattach(request: web.Request, stream_id: bytes, known: Cursor) -> web
         )
 
     outlet = LateOutlet(make)
-    stream = await app[keys.GENERATION].attach(stream_id, known, outlet, request[keys.CALLER])
+    try:
+        stream = await app[keys.GENERATION].attach(stream_id, known, outlet, request[keys.CALLER])
+    except BaseException:
+        writer.close()
+        raise
     return await send_events(request, stream, writer, outlet)
 
 
@@ -149,6 +158,8 @@ async def send_events(
     app = request.app
     config = app[keys.CONFIG]
     writer.on_full, writer.on_drained = _flow(app, stream)
+    if writer.is_full:
+        writer.on_full()  # with what an attached stream had made before
     try:
         # Until the engine took it up, an error is still a status.
         await asyncio.wait([stream.started], timeout=config.keepalive_s)

@@ -34,11 +34,11 @@ from tests.chaos.report import Report
 from tests.support.served import Served
 from tests.support.wire_gateway import submission
 
-TOKENS_BETWEEN = 150
+TOKENS_BETWEEN = 120
 """The engine is left alone until so many tokens have come since the last time: who may end an engine three times
 without a token between is failed (DESIGN §6), and a fault that comes at random is not one of a request's making."""
 PATIENCE_S = 240.0
-KILLS = ("kill", "kill", "stop", "pause", "restart")
+BLOWS = ("kill", "stop", "restart", "kill", "pause")
 
 HTTP_PIECES = [
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n",
@@ -97,10 +97,12 @@ class EngineFaults:
         self._rng = random.Random(f"{report.seed} engine")
 
     async def run(self, is_over: asyncio.Event) -> None:
+        blows: list[str] = []
         while not is_over.is_set():
             if await self._has_worked(is_over):
                 await asyncio.sleep(self._rng.uniform(0, 4))
-                await self._strike(self._rng.choice(KILLS))
+                blows = blows or self._rng.sample(BLOWS, len(BLOWS))
+                await self._strike(blows.pop())
 
     async def _has_worked(self, is_over: asyncio.Event) -> bool:
         loop = asyncio.get_running_loop()

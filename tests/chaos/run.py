@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -38,7 +40,7 @@ async def run(seed: int, seconds: float, num_streams: int) -> Report:
         "--dtype=float32", "--kv-cache-memory-gib=0.5", "--host-kv-memory-gib=0.25", "--preemption-mode=swap",
         f"--disk-kv-path={folder / 'kv'}", "--disk-kv-size-gib=0.5", f"--endpoint={endpoint}", "--engine-timeout-s=10",
         "--startup-wait-s=240", "--request-timeout-s=900", "--max-stream-buffer-bytes=4096", "--max-num-seqs=128",
-        "--log-level=warning",
+        "--log-level=warning", "--threads=1",
     ]  # fmt: skip
     served = await asyncio.to_thread(start, folder, *flags)
     try:
@@ -60,7 +62,7 @@ async def run(seed: int, seconds: float, num_streams: int) -> Report:
 
 async def _disturb(served: Served, endpoint: str, seconds: float, report: Report) -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=None)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_with_small_buffer)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2048) as session:
 
         async def figures() -> dict[str, float]:
@@ -104,6 +106,13 @@ async def _disturb(served: Served, endpoint: str, seconds: float, report: Report
         pool = [sum(each.get(f"num_{kind}_blocks", 0) for kind in ("free", "cached")) for each in (at_start, now)]
         report.leaked_blocks = max(report.leaked_blocks, pool[0] - pool[1])
         report.engine = {name: value for name, value in now.items() if name.startswith(TOLD)}
+
+
+def _with_small_buffer(address: Any) -> socket.socket:
+    """A client that stalls is to be noticed by the server, not to be hidden by megabytes in its kernel."""
+    connection = socket.socket(*address[:3])
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    return connection
 
 
 async def _stay_healthy(served: Served, session: aiohttp.ClientSession, is_over: asyncio.Event, report: Report) -> None:

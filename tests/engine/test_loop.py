@@ -653,7 +653,10 @@ def test_a_gateway_that_does_not_acknowledge_pauses_at_the_bound_and_loses_nothi
         slow.wait_for(Ready)
         for request_id in range(8):
             slow.send(submission(request_id, PROMPT, 150))
-        slow.pump_for(0.5)
+        quick.wait_for(Ready)
+        while figures(quick).gauges["num_paused_requests"] < 8:
+            slow.pump_for(0.05)
+        slow.pump_for(0.3)
         stopped_at = slow.num_bytes
         assert 2048 < stopped_at <= 4096
         quick.send(submission(1, PROMPT, 150, stream_id=b"of the quick one"))
@@ -674,7 +677,7 @@ def test_a_gateway_that_does_not_acknowledge_pauses_at_the_bound_and_loses_nothi
             largest_gap = max(largest_gap, slow.num_bytes - before)
             acknowledged += 1
             assert acknowledged < 200
-        assert largest_gap <= 4096
+        assert largest_gap <= 2 * 4096, "what was on its way, and what the acknowledgement made room for"
         expected = executor.expected_tokens(PROMPT, 150)
         assert all(slow.requests[request_id].tokens[0] == expected for request_id in range(8))
         assert slow.requests[99].tokens[0] == expected[:5]

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from gateway import keys, supervisor
+from gateway import keys, supervised_engine, supervisor
 from gateway.supervisor import RESTART_SIGNAL, Supervisor
 from tests.support.running_gateway import VOCAB_SIZE, RunningGateway, eventually, running_gateway, small_tokenizer
 from tests.support.scripted_engine import free_endpoint, serving
@@ -113,6 +115,19 @@ async def test_a_child_is_asked_to_make_room_and_started_anew_without_back_off(
     finally:
         running.cancel()
         await asyncio.wait([running])
+
+
+async def test_a_containers_first_process_gives_it_a_new_engine_and_ends_with_0(tmp_path: Path) -> None:
+    lives = tmp_path / "lives"
+    running = asyncio.create_task(
+        supervised_engine._run(Supervisor([sys.executable, "-c", MAKES_ROOM, str(lives)], stop_grace_s=5))
+    )
+    await eventually(lambda: lives.exists() and lives.read_text() == "began\n")
+    os.kill(os.getpid(), RESTART_SIGNAL)
+    await eventually(lambda: lives.read_text() == "began\nmade room\nbegan\n")
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 30) == 0
 
 
 async def test_a_child_that_does_not_make_room_is_killed() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -523,19 +524,44 @@ async def test_a_client_that_hangs_up_leaves_a_stream_that_ends_with_its_grace_p
     await eventually_async(is_idle)
 
 
+async def test_who_attaches_and_does_not_read_has_the_stream_paused() -> None:
+    with serving(executor(step_s=0.002)) as engine:
+        async with running_gateway(engine.endpoint, max_stream_buffer_bytes=2048) as gateway:
+            async with gateway.session.post(gateway.url + TEXT, json=completion(1900)) as response:
+                name = response.headers["X-Stream-Id"]
+                await response.content.readuntil(b"\n\n")
+                response.close()
+            engine_client, figures = gateway.app[keys.ENGINE], gateway.app[keys.METRICS]
+            await eventually(lambda: engine_client.num_tokens > 600, 30.0)
+            num_pauses = figures.num_slow_reader_pauses
+            async with raw_connection(gateway, receive_bytes=4096) as (reader, writer):
+                transport = writer.transport
+                assert isinstance(transport, asyncio.ReadTransport)
+                transport.pause_reading()
+                writer.write(f"GET /v1/streams/{name} HTTP/1.0\r\n\r\n".encode())
+                await eventually(lambda: figures.num_slow_reader_pauses > num_pauses)
+                await asyncio.sleep(0.2)
+                num_before = engine_client.num_tokens
+                await asyncio.sleep(0.2)
+                assert engine_client.num_tokens == num_before < 1890
+                transport.resume_reading()
+                raw = await asyncio.wait_for(reader.read(), 60)
+    assert joined(received(raw.partition(b"\r\n\r\n")[2])[1])["choices"][0].content == text_of(1900)
+
+
 async def test_several_prompts_have_no_ids(gateway: RunningGateway) -> None:
     raw = await raw_answer(gateway, TEXT, completion(prompt=[[30, 31], [40, 41]], attach_grace_s=None))
     assert b"id: " not in raw.replace(b'"id": ', b"") and raw.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_stream_of_a_websocket_goes_on_over_sse_and_back(slow: RunningGateway) -> None:
-    async with slow.session.ws_connect(slow.url + "/v1/stream") as socket:
-        await socket.send_json({"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 150,
+    async with slow.session.ws_connect(slow.url + "/v1/stream") as client:
+        await client.send_json({"type": "generate", "id": "a", "messages": MESSAGES, "max_tokens": 150,
                                 "temperature": 0, "attach_grace_s": 20})  # fmt: skip
         text, num_tokens = "", 0
-        stream_id = (await socket.receive_json(timeout=10))["stream_id"]
+        stream_id = (await client.receive_json(timeout=10))["stream_id"]
         while num_tokens < 10:
-            event = await socket.receive_json(timeout=10)
+            event = await client.receive_json(timeout=10)
             text, num_tokens = text + event.get("text", ""), event.get("num_tokens", 0)
     async with slow.session.get(f"{slow.url}/v1/streams/{stream_id}?cursor={num_tokens}") as response:
         raw = b""
@@ -544,11 +570,11 @@ async def test_a_stream_of_a_websocket_goes_on_over_sse_and_back(slow: RunningGa
         response.close()
     last_id, data = received(raw)
     text += "".join(json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in data)
-    async with slow.session.ws_connect(slow.url + "/v1/stream") as socket:
-        await socket.send_json(
+    async with slow.session.ws_connect(slow.url + "/v1/stream") as client:
+        await client.send_json(
             {"type": "attach", "id": "b", "stream_id": stream_id, "cursor": last_id.partition(".")[2]}
         )
-        while (event := await socket.receive_json(timeout=10))["type"] != "done":
+        while (event := await client.receive_json(timeout=10))["type"] != "done":
             text += event.get("text", "") if event["type"] == "delta" else ""
     _, whole = await slow.post(CHAT, {"messages": MESSAGES, "max_tokens": 150, "temperature": 0})
     assert text == whole["choices"][0]["message"]["content"]
@@ -568,9 +594,15 @@ async def test_the_openai_client_reads_ids_and_comments() -> None:
 
 
 @asynccontextmanager
-async def raw_connection(gateway: RunningGateway) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def raw_connection(
+    gateway: RunningGateway, receive_bytes: int = 65536
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     host, port = gateway.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=connection)
     try:
         yield reader, writer
     finally:

@@ -218,6 +218,19 @@ async def test_who_attaches_at_a_token_is_told_what_comes_before_it_in_a_part_of
         assert told.sizes == parts and told.text == text(IDS)
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_an_attach_before_the_first_token_loses_nothing_of_what_comes_with_it(is_new: bool) -> None:
+    told = Told()
+    stream = begun(told, echo=True)
+    state = msgspec.msgpack.encode(stream.state)
+    if is_new:
+        stream = attaching_stream(told)
+    stream.attached(Attached(9, b"s" * 16, state, pack_ids(PROMPT), 0, [b""]))
+    for token_id in IDS:
+        stream.push_token(token_id)
+    assert told.text == text(PROMPT) + text(IDS) and told.token_ids == IDS
+
+
 async def test_a_cursor_beyond_the_stream_is_refused_and_the_stream_goes_on() -> None:
     submit = begun(Told()).submission(8)
     assert submit is not None
@@ -368,3 +381,23 @@ async def test_a_closed_writer_writes_nothing() -> None:
     writer.write(b"later")
     await asyncio.sleep(0)
     assert transport.writes == []
+
+
+class ClosedTransport(Transport):
+    """As uvloop's is between the end of its connection and the end of its handler."""
+
+    def write(self, data: object) -> None:
+        raise RuntimeError("unable to perform operation on a transport; the handler is closed")
+
+
+async def test_a_client_that_has_just_gone_keeps_nothing_from_the_others_of_its_turn() -> None:
+    outbox = Outbox()
+    transports = [Transport(), ClosedTransport(), Transport()]
+    writers = [BoundedWriter(outbox, 1000) for _ in transports]
+    for writer, transport in zip(writers, transports, strict=True):
+        writer.open(transport)
+    for data in (b"one", b"two"):
+        for writer in writers:
+            writer.write(data)
+        await asyncio.sleep(0)
+    assert [transport.writes for transport in transports] == [[b"one", b"two"], [], [b"one", b"two"]]

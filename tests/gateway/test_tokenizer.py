@@ -339,6 +339,19 @@ async def test_long_texts_are_encoded_beside_the_event_loop(small: Tokenizer) ->
     assert chat_ids == small.encode_chat(user(text))
 
 
+async def test_long_texts_do_not_wait_for_giant_ones_and_their_ids_are_kept_small(small: Tokenizer) -> None:
+    words = "the quick brown fox jumps "
+    giants = [asyncio.create_task(small.encode_off_loop(words * 12_000)) for _ in range(8)]
+    await asyncio.sleep(0)
+    ids = await small.encode_off_loop(words * 1000)
+    assert not giants[-1].done(), "it waited for all of them"
+    kept = await small.compact_off_loop(list(ids))
+    assert list(kept) == ids and isinstance(kept, array) and kept.itemsize == 4
+    assert await small.compact_off_loop(ids[:100]) == ids[:100]
+    for giant in giants:
+        assert len(await giant) == 12 * len(ids)
+
+
 def test_pieces_as_json_are_what_decode_gives(small: Tokenizer, real: Tokenizer) -> None:
     for tokenizer in (small, real):
         num_pieces = 0
