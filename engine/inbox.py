@@ -83,6 +83,10 @@ class Inbox:
             logger.warning("dropped a message", extra=fields(code=code, reason=text, gateway_id=gateway_id))
         self.send(gateway_id, WireError(code, text, request_id))
 
+    def listen_anew(self) -> None:
+        """Nobody could be heard for a while: what gateways have not said in it does not count."""
+        self.last_heard_s = dict.fromkeys(self.last_heard_s, self._clock())
+
     def take_silent(self, timeout_s: float) -> list[bytes]:
         """Forget the gateways that said nothing for this long, and return them. They must say Hello again."""
         limit_s = self._clock() - timeout_s

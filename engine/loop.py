@@ -60,6 +60,8 @@ EXIT_UNUSABLE: Final = 2
 DEFAULT_DRAIN_S: Final = 30.0
 
 _LOADING_EVERY_S: Final = 0.1
+_OVERSLEPT_S: Final = 3.0
+"""So late is a heartbeat only if this process could not run: its container was frozen, say."""
 _FLUSH_LIMIT_S: Final = 4.0
 """What writing the cache to disk may take at the end; the supervisor kills an engine that takes ten seconds."""
 
@@ -413,6 +415,8 @@ class EngineLoop:
     def _heartbeat_if_due(self, now_s: float) -> bool:
         if now_s < self._next_heartbeat_s:
             return False
+        if now_s > self._next_heartbeat_s + _OVERSLEPT_S:
+            self._inbox.listen_anew()
         self._next_heartbeat_s = now_s + self._config.heartbeat_s
         has_work = self._ready is not None and self._has_work
         self._inbox.send_all(

@@ -177,8 +177,15 @@ async def _end_streams(app: web.Application) -> None:
     app[keys.ADMISSION].drain()
     app[keys.GENERATION].cancel_all("drain")
     app[keys.OUTBOX].flush()
-    for socket in list(app[keys.SOCKETS].live):
-        await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is shutting down")
+    sockets = list(app[keys.SOCKETS].live)
+    # Whoever does not read does not get to the end of it, and keeps nobody waiting
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+            await asyncio.gather(*map(_close, sockets))
+
+
+async def _close(socket: web.WebSocketResponse) -> None:
+    await socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server is shutting down")
 
 
 @web.middleware

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from streamkv.errors import WireDecodeError
-from streamkv.protocol import WIRE_VERSION, Heartbeat, Hello, Ready, decode_from_engine, encode
+from streamkv.protocol import WIRE_VERSION, Heartbeat, Hello, Ready, WireError, decode_from_engine, encode
 from streamkv.transport import CurveKeys, GatewaySocket, new_gateway_id
 
 SHORTEST_HANG_S: Final = 10.0
@@ -23,6 +23,7 @@ UNPREDICTED_HANG_S: Final = 60.0
 FIRST_WORD_S: Final = 180.0
 """From the start of the process to its first word: it has to import PyTorch, perhaps from a slow disk."""
 _LOOK_EVERY_S: Final = 0.5
+_FEWEST_BEATS: Final = 3
 _OVERSLEPT_S: Final = 3.0
 """So late is a look only if this process, too, could not run."""
 
@@ -64,10 +65,7 @@ class Progress:
         age_s = min(beat.step_age_s, now_s - self._watched_s)
         if age_s <= limit_s:
             return ""
-        return (
-            f"work waits and no step has finished for {age_s:.0f} s; "
-            f"predicted were {beat.expected_step_s:.2g} s"
-        )
+        return f"work waits and no step has finished for {age_s:.0f} s; predicted were {beat.expected_step_s:.2g} s"
 
 
 class EngineWatch:
@@ -82,11 +80,11 @@ class EngineWatch:
         silence_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """heartbeat_s: how often to say that this side lives. silence_s: as in Progress; at least some heartbeats."""
+        """heartbeat_s: how often each side says that it lives. silence_s: as in Progress; three heartbeats at least."""
         self._endpoint = endpoint
         self._keys = keys
         self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._silence_s = max(silence_s, _FEWEST_BEATS * heartbeat_s)
         self._clock = clock
 
     async def until_hung(self, on_ready: Callable[[], None]) -> str:
@@ -105,6 +103,8 @@ class EngineWatch:
             progress.hear(self._clock(), message if isinstance(message, Heartbeat) else None)
             if isinstance(message, Ready):
                 on_ready()
+            elif isinstance(message, WireError) and message.code == "hello_first":
+                greet()  # it took this side for dead, and would send no more heartbeats
 
         def greet() -> None:
             socket.send(encode(Hello(WIRE_VERSION, gateway_id)))

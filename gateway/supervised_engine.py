@@ -7,6 +7,7 @@ engine's own status for settings or a model that cannot run, else with 1.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -37,12 +38,27 @@ def main(argv: Sequence[str]) -> int:
         watch = None
         if endpoint.startswith("ipc://"):
             watch = EngineWatch(endpoint, None, heartbeat_s=config.heartbeat_s)
-        elif (keys := _own_keys(config)) is not None:
-            watch = EngineWatch(endpoint, keys, heartbeat_s=config.heartbeat_s)
+        elif (keys := _own_keys(config)) is not None and (reached_at := from_here(endpoint)):
+            watch = EngineWatch(reached_at, keys, heartbeat_s=config.heartbeat_s)
     except ConfigError as error:
         exit_with(error)
     command = engine_command([*to_argv(config), f"--endpoint={endpoint}"])
     return asyncio.run(_run(Supervisor(command, watch=watch, stop_grace_s=STOP_GRACE_S)))
+
+
+def from_here(endpoint: str) -> str:
+    """Where an engine that binds this tcp endpoint is reached on its own machine; empty where only the engine knows: for
+    a port that is chosen for it, or the name of a network interface."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if port in ("*", "0"):
+        return ""
+    if host == "*":
+        return f"tcp://127.0.0.1:{port}"
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return endpoint if host == "localhost" else ""
+    return endpoint
 
 
 def _own_keys(config: EngineConfig) -> CurveKeys | None:

@@ -149,8 +149,11 @@ def run_yardstick(steps_per_s: float, to_parent: Connection) -> None:
     async def beat() -> None:
         next_s = time.monotonic()
         while True:
-            for response in live:
-                await response.write(event)
+            for response in list(live):
+                try:
+                    await response.write(event)
+                except ConnectionResetError:
+                    live.remove(response)
             next_s = max(next_s + 1.0 / steps_per_s, time.monotonic())
             await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 
@@ -308,7 +311,8 @@ def measure_streams(name: str, url: str, pid: int, args: argparse.Namespace) -> 
     num_tokens = args.live * args.tokens_per_s * seconds
     print(
         f"{name}: and {args.live} live at {args.tokens_per_s:g} tokens/s: "
-        f"{(with_live - with_idle) / args.live:.1f} KiB each, {100 * spent_s / seconds:.0f} % of a core, {1e6 * spent_s / num_tokens:.1f} µs a token, {latency}, "
+        f"{(with_live - with_idle) / args.live:.1f} KiB each, {100 * spent_s / seconds:.0f} % of a core, "
+        f"{1e6 * spent_s / num_tokens:.1f} µs a token, {latency}, "
         f"largest gap {1000 * gap_s:.0f} ms, {num_bytes / seconds / 1e6:.1f} MB/s read",
         flush=True,
     )

@@ -3,12 +3,13 @@
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from engine.executor import DeviceLimits, ReportProgress
 from engine.kv.audit import audit
-from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE
+from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE, EngineLoop
 from engine.plan import StepLoad
 from engine.simulation.simulated_model import end_after
 from streamkv.errors import ModelError
@@ -33,7 +34,7 @@ from streamkv.protocol import (
     pack_ids,
 )
 from streamkv.sampling import SamplingParams
-from tests.support.scripted_engine import RunningEngine, serving
+from tests.support.scripted_engine import TEST_CONFIG, RunningEngine, serving
 from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.wire_gateway import WireGateway, submission
 
@@ -640,6 +641,22 @@ def test_a_silent_gateway_is_gone_and_only_its_reattachable_streams_go_on() -> N
         assert silent.wait_for(WireError).code == "hello_first"
         silent.send(Hello(WIRE_VERSION, silent.gateway_id))
         silent.wait_for(Ready)
+
+
+def test_time_in_which_the_engine_could_not_listen_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen_s = 0.0
+    clocked = partial(EngineLoop, clock=lambda: time.monotonic() + frozen_s)
+    monkeypatch.setattr("tests.support.scripted_engine.EngineLoop", clocked)
+    executor = ScriptedExecutor(step_s=0.004)
+    with serving(executor) as engine, WireGateway(engine.endpoint, heartbeat_s=60.0) as gateway:
+        gateway.send(submission(1, PROMPT, 150))
+        gateway.wait_tokens(1, 5)
+        frozen_s = 1000.0
+        assert gateway.wait_end(1).tokens[0] == executor.expected_tokens(PROMPT, 150)
+        frozen_s += 2 * TEST_CONFIG["gateway_timeout_s"]
+        gateway.pump_for(0.5)
+        gateway.send(submission(2, PROMPT, 3))
+        assert gateway.wait_end(2).finished[0].finish_reason == "length", "it need not say Hello again"
 
 
 def test_a_gateway_that_does_not_acknowledge_pauses_at_the_bound_and_loses_nothing() -> None:

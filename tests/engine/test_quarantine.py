@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.plan import StepPlan
-from streamkv.protocol import Abort, Pause, Ready, Resume, Submit
+from streamkv.protocol import Abort, Pause, Ready, Resume, Submit, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_engine import serving
 from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
@@ -88,3 +88,16 @@ def test_a_suspect_whose_gateway_is_lost_holds_nobody() -> None:
             gateway.send(named(10, 8))
             threading.Event().wait(0.1)
         assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)
+
+
+def test_a_continuation_that_is_cached_but_for_its_last_token_holds_the_others_no_longer() -> None:
+    executor = Watched()
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.send(named(20, 40))
+        tokens = gateway.wait_end(20).tokens[0]
+        again = named(20, 120, runs_alone=True)
+        gateway.send(msgspec.structs.replace(again, request_id=21, prior_token_ids=[pack_ids(tokens[:30])]))
+        gateway.send(named(10, 8))
+        assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)
+        assert 21 not in gateway.requests or not gateway.requests[21].finished
+        assert gateway.wait_end(21).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 120)[30:]

@@ -66,6 +66,10 @@ async def running_crew(folder: Path, endpoint: str, *flags: str) -> AsyncIterato
             await process.wait()
 
 
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
 async def complete(url: str, **more: Any) -> tuple[int, dict[str, Any]]:
     """On a connection of its own, so that any worker may get it."""
     async with (
@@ -110,7 +114,7 @@ async def test_workers_share_the_port_the_engine_the_figures_and_outlive_each_ot
             pids = crew.worker_pids()
             crew.process.terminate()
             assert await asyncio.wait_for(crew.process.wait(), 60) == 0
-            assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+            assert all(is_gone(pid) for pid in pids)
 
 
 async def test_limits_hold_and_streams_attach_across_workers(tmp_path: Path) -> None:

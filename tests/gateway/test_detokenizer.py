@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -214,6 +215,24 @@ def test_an_end_that_might_have_become_a_stop_string_is_shown_at_last(bytes_kind
     assert "".join(map(detokenizer.push, byte_ids(bytes_kind, b"the EN"))) == "the "
     assert detokenizer.finish() == "EN"
     assert detokenizer.finish() == ""
+
+
+def test_choices_share_their_stop_strings_and_no_more(bytes_kind: Tokenizer) -> None:
+    stops = [chr(0x100 + number) * 1024 for number in range(16)]
+    first = Detokenizer(bytes_kind, stop=stops)
+    tracemalloc.start()
+    choices = [Detokenizer(bytes_kind, stop=stops) for _ in range(64)]
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert num_bytes < 1024 * 1024, "one set of these strings alone takes over 4 MiB"
+    half = byte_ids(bytes_kind, ("\u0100" * 512).encode())
+    assert "".join(map(first.push, half)) == "" and first.num_held_chars == 512
+    assert [choice.num_held_chars for choice in choices] == [0] * 64
+    for choice in choices[:2]:
+        assert "".join(map(choice.push, half)) == "" and choice.stopped is None
+    for token_id in half:
+        first.push(token_id)
+    assert first.stopped == stops[0] and choices[0].stopped is None
 
 
 def test_stop_strings_complete_within_min_tokens_do_not_count(bytes_kind: Tokenizer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway.engine_watch import FIRST_WORD_S, SHORTEST_HANG_S, UNPREDICTED_HANG_S, EngineWatch, Progress
+from gateway.supervised_engine import from_here
 from gateway.supervisor import ChildFailed, Supervisor
 from streamkv.protocol import Heartbeat
 from tests.support.running_gateway import eventually
@@ -58,6 +59,18 @@ def test_a_later_step_takes_the_fault_back() -> None:
     assert not progress.why_hung(11.0)
 
 
+def test_time_in_which_the_watch_could_not_listen_counts_for_nobody() -> None:
+    progress = Progress(0.0, SILENCE_S)
+    progress.hear(10.0, beat(0.1, 0.1))
+    progress.overslept(1000.0)
+    assert not progress.why_hung(1000.0 + SILENCE_S)
+    progress.hear(1001.0, beat(991.0, 0.1))  # the engine's clock went on, too
+    assert not progress.why_hung(1000.0 + SHORTEST_HANG_S)
+    assert "no step has finished for 11 s" in progress.why_hung(1011.0)
+    progress.hear(1012.0)
+    assert "said nothing for 16 s" in progress.why_hung(1028.0)
+
+
 async def until(watch: EngineWatch, on_ready: Callable[[], None]) -> str:
     async with asyncio.timeout(60):
         return await watch.until_hung(on_ready)
@@ -75,6 +88,34 @@ async def test_an_engine_that_steps_or_idles_is_not_hung_and_one_that_falls_sile
         assert not watching.done()
         engine.stop()
     assert "said nothing" in await watching
+
+
+async def test_a_watch_that_the_engine_took_for_dead_goes_on_listening() -> None:
+    num_greeted = 0
+
+    def greeted() -> None:
+        nonlocal num_greeted
+        num_greeted += 1
+
+    with serving(gateway_timeout_s=0.2) as engine:
+        watching = asyncio.create_task(until(EngineWatch(engine.endpoint, None, heartbeat_s=1.0), greeted))
+        await eventually(lambda: num_greeted > 1, 30)
+        watching.cancel()
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached_at"),
+    [
+        ("tcp://*:5555", "tcp://127.0.0.1:5555"),
+        ("tcp://0.0.0.0:5555", "tcp://0.0.0.0:5555"),
+        ("tcp://10.1.2.3:5555", "tcp://10.1.2.3:5555"),
+        ("tcp://127.0.0.1:*", ""),
+        ("tcp://127.0.0.1:0", ""),
+        ("tcp://eth0:5555", ""),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_is_not_watched(bound: str, reached_at: str) -> None:
+    assert from_here(bound) == reached_at
 
 
 async def test_a_step_that_never_ends_counts_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +155,7 @@ async def test_a_child_that_hangs_is_killed_and_started_again() -> None:
         await eventually(lambda: supervisor.pid is not None)
         first = supervisor.pid
         await eventually(lambda: supervisor.pid not in (None, first), 30)
+        await eventually(lambda: watch.num_lives == 2, 30)  # a task of its own, which begins a moment later
         assert (supervisor.num_hangs, supervisor.num_restarts, watch.num_lives) == (1, 1, 2)
     finally:
         running.cancel()

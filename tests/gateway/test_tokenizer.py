@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 
 import pytest
@@ -349,7 +350,7 @@ async def test_long_texts_do_not_wait_for_giant_ones_and_their_ids_are_kept_smal
     assert list(kept) == ids and isinstance(kept, array) and kept.itemsize == 4
     assert await small.compact_off_loop(ids[:100]) == ids[:100]
     for giant in giants:
-        assert len(await giant) == 12 * len(ids)
+        assert (await giant)[: len(ids) - 1] == ids[:-1]
 
 
 def test_pieces_as_json_are_what_decode_gives(small: Tokenizer, real: Tokenizer) -> None:

@@ -468,6 +468,30 @@ def test_compiling_goes_on_beside_its_caller(compiler: GrammarCompiler, monkeypa
     assert compiling.result(30.0)
 
 
+class Panic(BaseException):
+    """As those of libraries in Rust."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), OSError("no such device")])
+def test_whatever_a_library_raises_refuses_the_grammar_alone(
+    error: BaseException, files: ModelFiles, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> object:
+        raise error
+
+    compiler = GrammarCompiler(fail)
+    with pytest.raises(InvalidField, match=f"cannot be compiled: {error}"):
+        compiler.compile(Grammar("regex", "a", "guided_regex")).result(30.0)
+    compiler.close()
+    compiler = GrammarCompiler(lambda: read_tokenizer(files, vocab_size, [EOS]))
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_module, "_compile", fail)
+        with pytest.raises(InvalidField, match=f"cannot be compiled: {error}"):
+            compiler.compile(Grammar("regex", "a", "guided_regex")).result(30.0)
+    assert compiler.compile(Grammar("regex", "a")).result(30.0), "its threads live on"
+    compiler.close()
+
+
 def test_a_large_schema_is_compiled_in_bounded_time(compiler: GrammarCompiler) -> None:
     properties = {f"property number {i}": {"type": "string", "enum": ["a", "b"]} for i in range(1000)}
     began_s = time.monotonic()
