@@ -53,6 +53,7 @@ class FlightRecord:
                 raise PermissionError(1, "it is not a file that this user alone can write")
             self.suspects = _streams_of(os.pread(file, _SIZE, 0))
             os.ftruncate(file, _SIZE)
+            os.posix_fallocate(file, 0, _SIZE)  # to write where the disk has no room would end the process
             self._map = mmap.mmap(file, _SIZE)
             self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)
         finally:

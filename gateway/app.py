@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from aiohttp import WSCloseCode, web
-from aiohttp.http_exceptions import BadHttpMethod, LineTooLong
+from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, LineTooLong
 from aiohttp.typedefs import Handler
 
 from gateway import keys
@@ -253,6 +253,8 @@ class _Connection(CountedConnection):
         if request.writer.output_size:
             raise ConnectionError("a status line is out: there can be no second answer")
         what = "a line of it is too long" if isinstance(exc, LineTooLong) else "it breaks the rules of HTTP/1.1"
+        if isinstance(exc, ContentEncodingError):  # which aiohttp knows, but has no library for
+            status, what = 415, "Content-Encoding must be gzip, deflate or none"
         answer = describe_status(status, f"the request cannot be read: {what}")
         self._metrics.refused[str(status)] += 1
         response = web.Response(

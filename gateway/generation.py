@@ -448,8 +448,10 @@ class Generation:
         metrics.outcomes[reason] += 1
         if reason == "abort":
             metrics.aborts[cause] += 1
-        # Tokens of ranked choices come all at the end, so they have neither time.
-        if times.first_token and not (stream.state is not None and stream.state.sampling.ranks_choices):
+        # Tokens of ranked choices come all at the end, and those that were there when a stream was taken up at once, so
+        # they have neither time.
+        is_ranked = stream.state is not None and stream.state.sampling.ranks_choices
+        if times.first_token and not is_ranked and not stream.num_inherited:
             metrics.ttft.observe(times.first_token - times.arrived)
             if num_output > 1:
                 metrics.tpot.observe((times.ended - times.first_token) / (num_output - 1))

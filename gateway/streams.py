@@ -501,7 +501,7 @@ class Stream:
         )
 
     def attached(self, attached: Attached) -> None:
-        self._inherits = None
+        old, self._inherits = self._inherits, None
         is_new = self._state is None
         if self._state is None:
             try:
@@ -511,6 +511,10 @@ class Stream:
                 self._fail(UnknownStream("the stream was begun by a gateway of another version"))
                 return
             num_tokens = [len(packed) // 4 for packed in attached.token_ids]
+            if any(num_tokens) and not self._can_open(state, attached, old):
+                self._engine.release(self)
+                self._fail(EngineUnavailable("a new engine has not yet come to this stream's prompt; try again"))
+                return
             self.num_inherited = sum(num_tokens)
             try:
                 self._known.check_choices(state.sampling.n)
@@ -520,6 +524,8 @@ class Stream:
             self._take_state(state, attached.prompt_token_ids, unpack_ids(attached.prompt_token_ids))
         if attached.prompt_logprobs is not None:
             self.prompt_logprobs(1, attached.prompt_logprobs)
+        if old is not None and len(old._prompt_logprobs) > len(self._prompt_logprobs):
+            self._prompt_logprobs = old._prompt_logprobs
         for index, packed in enumerate(attached.token_ids[: len(self._choices)]):
             choice = self._choices[index]
             num_known = len(choice.token_ids) - attached.from_token
@@ -541,6 +547,16 @@ class Stream:
         self.flush()
         if not self.started.done():
             self.started.set_result(None)
+
+    def _can_open(self, state: StreamState, attached: Attached, old: "Stream | None") -> bool:
+        """Whether all is known that is told of the prompt. A new engine does not get it with a continuation,
+        and computes it anew before the next token."""
+        if state.num_prompt_logprobs < 0 and not (state.echo and state.sampling.logprobs >= 0):
+            return True
+        num_known = attached.prompt_logprobs.num_tokens if attached.prompt_logprobs is not None else 0
+        if old is not None:
+            num_known = max(num_known, len(old._prompt_logprobs))
+        return num_known >= len(attached.prompt_token_ids) // 4 - 1
 
     def _recall(self, choice: _Choice, token_ids: list[int]) -> list[int]:
         """Tell the outlet what its client has, in parts of its own, so that it can pass over it. Returns the rest."""

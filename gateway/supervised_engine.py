@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def from_here(endpoint: str) -> str:
-    """Where an engine that binds this tcp endpoint is reached on its own machine; empty where only the engine knows: for
-    a port that is chosen for it, or the name of a network interface."""
+    """Where an engine that binds this tcp endpoint is reached on its own machine; empty where only the engine knows:
+    for a port that is chosen for it, or the name of a network interface."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if port in ("*", "0"):
         return ""

@@ -608,12 +608,14 @@ class StreamSocket:
         await generation.events.put(event)
 
     async def _attach_later(self, generation: _Generation, error: ServerError) -> None:
+        connection = self._connection
         try:
             await generation.patience.wait(error)
         except ServerError:
             _put_error(generation, str(error))
             return
-        await self._send(generation.opening())
+        if self._connection is connection:  # a newer one began with all that is live
+            await self._send(generation.opening())
 
     def _stop(self, error: ServerError) -> None:
         """Every generation that is live ends with this error."""

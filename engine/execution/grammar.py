@@ -11,7 +11,9 @@ the text can still come to a match, and end-of-sequence only where it is one. Wh
 is all that is left, so it is forced.
 
 Text from outside costs little whatever it is: its size, and what is known to explode, is bounded here, the rest by
-llguidance's limits. Who passes one of these while generating ends with `error`.
+llguidance's limits. Who passes one of these while generating ends with `error`. What the masks of all sequences have
+found out of one grammar is kept in one place, which can be full though none of them has passed a limit: then they go
+on with the grammar compiled anew.
 """
 
 import json
@@ -20,8 +22,8 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Final
 
 import llguidance
@@ -70,6 +72,8 @@ _LARK_TOKEN: Final = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|
 _MAX_MESSAGE_CHARS: Final = 500
 _MAX_LEXER_STATES: Final = 20_000
 """A kilobyte or two each."""
+_RENEW_LIMIT_S: Final = 5.0
+"""The step waits for it."""
 
 NO_END: Final = "this model names no end-of-sequence token, without which no grammar can end"
 
@@ -134,7 +138,22 @@ class GrammarCompiler:
         known = self._find(grammar)
         return known if known is not None else self._threads.submit(self._make, grammar).result()
 
-    def _find_or_make(self, grammar: Grammar) -> object:
+    def renew(self, grammar: Grammar, full: CompiledGrammar) -> CompiledGrammar:
+        """One in place of `full`, with a wait for it. Raises InvalidField, also if that takes too long."""
+        key = grammar.kind, grammar.text
+        with self._lock:
+            if self._known.get(key) is full:
+                del self._known[key]
+                self._recent.pop(key, None)
+        known = self._find(grammar)
+        if known is not None:
+            return known
+        try:
+            return self._threads.submit(self._find_or_make, grammar).result(_RENEW_LIMIT_S)
+        except (TimeoutError, CancelledError) as error:
+            raise InvalidField(grammar.field, "is too much here: it takes too long to compile anew") from error
+
+    def _find_or_make(self, grammar: Grammar) -> CompiledGrammar:
         known = self._find(grammar)  # it may have been made while this was waiting
         return known if known is not None else self._make(grammar)
 
@@ -367,6 +386,12 @@ class _Following:
     num_output: int
     """Tokens generated, the pending ones included."""
     matcher: llguidance.LLMatcher | None = None
+    compiled: CompiledGrammar | None = None
+    """What its matcher came from."""
+    taken: list[int] = field(default_factory=list)
+    """Tokens that its matcher has taken in."""
+    renewed_at: int = -1
+    """How many these were when it last went on with the grammar compiled anew."""
 
 
 class SequenceGrammars:
@@ -430,28 +455,57 @@ class SequenceGrammars:
                 filled.append((self._advance(one), place))
             except InvalidField as error:
                 masks.failed[row] = str(error)
-        bits = masks.bits
-        if filled:
-            self._filling.unsafe_compute_mask_ptr(
-                filled, bits.data_ptr(), self._num_words * bits.element_size(), len(bits)
-            )
+        self._compute(filled, masks.bits)
+        renewed: list[tuple[llguidance.LLMatcher, int]] = []
         for matcher, place in filled:
             row = masks.rows[place]
             if matcher.is_error():
+                try:
+                    renewed.append((self._renew(following[row]), place))
+                except InvalidField as error:
+                    masks.failed[row] = str(error)
+        self._compute(renewed, masks.bits)
+        for matcher, place in renewed:
+            if matcher.is_error():
+                row = masks.rows[place]
                 masks.failed[row] = f"{_field(following[row])}: the grammar is too much here: {_reason(matcher)}"
-            elif not _allows_more(following[row].facts, bits[place]):
+        for place, row in enumerate(masks.rows):
+            if row not in masks.failed and not _allows_more(following[row].facts, masks.bits[place]):
                 masks.ending.add(row)
         return masks
+
+    def _compute(self, matchers: list[tuple[llguidance.LLMatcher, int]], bits: torch.Tensor) -> None:
+        """matchers: each with its place in `bits`."""
+        if matchers:
+            self._filling.unsafe_compute_mask_ptr(
+                matchers, bits.data_ptr(), self._num_words * bits.element_size(), len(bits)
+            )
 
     def _advance(self, one: _Following) -> llguidance.LLMatcher:
         """Take in the pending tokens. Raises InvalidField where that cannot be."""
         if one.matcher is None:
             grammar = one.facts.sampling.grammar
             assert grammar is not None
-            one.matcher = self._compiler.get(grammar).begin()
+            one.compiled = self._compiler.get(grammar)
+            one.matcher = one.compiled.begin()
         pending, one.pending = one.pending, []
+        one.taken += pending
         if pending and not one.matcher.consume_tokens(pending):
-            raise InvalidField(_field(one), f"cannot be followed behind the tokens so far: {_reason(one.matcher)}")
+            return self._renew(one)
+        return one.matcher
+
+    def _renew(self, one: _Following) -> llguidance.LLMatcher:
+        """Go on with the grammar compiled anew, if it can be that others have filled the old one. Raises InvalidField
+        where it is its own tokens that cannot be followed."""
+        grammar = one.facts.sampling.grammar
+        assert grammar is not None and one.matcher is not None and one.compiled is not None
+        if one.renewed_at == len(one.taken):
+            raise InvalidField(grammar.field, f"the grammar is too much here: {_reason(one.matcher)}")
+        one.renewed_at = len(one.taken)
+        one.compiled = self._compiler.renew(grammar, one.compiled)
+        one.matcher = one.compiled.begin()
+        if one.taken and not one.matcher.consume_tokens(one.taken):
+            raise InvalidField(grammar.field, f"cannot be followed behind the tokens so far: {_reason(one.matcher)}")
         return one.matcher
 
 

@@ -482,9 +482,10 @@ class SharedSocket {
   /** An attach came while the server has no engine: ask again. */
   async _again(id, error) {
     const waitS = Math.max(error.retryAfterS ?? 0, delayS(this._attempt++));
+    const socket = this._socket;
     await sleep(waitS);
     const entry = this._live.get(id);
-    if (entry) this._begin(id, entry);
+    if (entry && this._socket === socket) this._begin(id, entry); // a newer socket begins all that live itself
   }
 
   async _lost(wasOpen) {

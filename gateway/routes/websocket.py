@@ -88,6 +88,8 @@ class _Generation:
 
     outlet: SocketOutlet
     is_attach: bool
+    is_large: bool
+    """The message that begins it: it is checked on a thread."""
     stream: Stream | None = None
     """None until it is checked, encoded and submitted."""
     task: asyncio.Task[None] | None = None
@@ -136,7 +138,8 @@ class _Session:
                 taken = "binary msgpack frames" if self._is_msgpack else "JSON text frames"
                 raise InvalidField("frame", f"this socket's subprotocol takes {taken}")
             data = message.data.encode() if isinstance(message.data, str) else message.data
-            fields = await asyncio.to_thread(self._decode, data) if len(data) > _OFF_LOOP_BYTES else self._decode(data)
+            is_large = len(data) > _OFF_LOOP_BYTES
+            fields = await asyncio.to_thread(self._decode, data) if is_large else self._decode(data)
             kind = fields.pop("type", None)
             if kind == "ping":
                 self._send({"type": "pong"})
@@ -145,7 +148,7 @@ class _Session:
                 raise InvalidField("type", f"must be {', '.join(_KINDS)} or ping, got {kind!r}"[:300])
             client_id = _take_id(fields)
             if kind in ("generate", "attach"):
-                self._begin(kind, client_id, fields)
+                self._begin(kind, client_id, fields, is_large)
             elif kind == "credit":
                 self._grant(client_id, _take_tokens(fields, "tokens", least=1))
                 _refuse_rest(fields)
@@ -193,7 +196,7 @@ class _Session:
                 self._app[keys.GENERATION].leave(generation.stream)
         self._live.clear()
 
-    def _begin(self, kind: str, client_id: str, fields: dict[str, object]) -> None:
+    def _begin(self, kind: str, client_id: str, fields: dict[str, object], is_large: bool) -> None:
         if client_id in self._live:
             raise InvalidField("id", f"{client_id!r} is the id of a live generation on this socket")
         if len(self._live) >= MAX_GENERATIONS:
@@ -205,7 +208,7 @@ class _Session:
             error_fields=error_fields,
             on_close=lambda: self._forget(client_id, generation),
         )
-        generation = _Generation(outlet, is_attach=kind == "attach")
+        generation = _Generation(outlet, is_attach=kind == "attach", is_large=is_large)
         run = self._generate if kind == "generate" else self._attach
         self._live[client_id] = generation
         generation.task = asyncio.create_task(self._guard(run, client_id, generation, fields))
@@ -235,7 +238,11 @@ class _Session:
     async def _generate(self, generation: _Generation, fields: dict[str, object]) -> None:
         service = self._app[keys.GENERATION]
         outlet = self._credited(generation, fields)
-        parsed = generate_from_fields(fields, await service.limits())
+        limits = await service.limits()
+        if generation.is_large:
+            parsed = await asyncio.to_thread(generate_from_fields, fields, limits)
+        else:
+            parsed = generate_from_fields(fields, limits)
         reception = self._app[keys.RECEPTION]
         async with reception.on_socket(self._caller, parsed.options.request_id, is_new=True) as caller:
             prepared = await service.prepare(parsed, caller)

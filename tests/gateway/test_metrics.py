@@ -133,6 +133,20 @@ def test_a_label_is_escaped_and_only_known_keys_are_labels() -> None:
     assert metrics.key_live["unknown"] == 1, "it lives"
 
 
+async def test_an_answer_that_is_read_again_has_no_times_of_its_own() -> None:
+    names = ("time_to_first_token_seconds_count", "time_per_output_token_seconds_count")
+    body = {"prompt": [30, 31], "max_tokens": 9, "ignore_eos": True, "attach_grace_s": 30}
+    with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            answer = await gateway.events(TEXT, body)
+            before = await gateway.metrics()
+            status, again = await gateway.get(f"/v1/streams/{answer.headers['X-Stream-Id']}")
+            after = await gateway.metrics()
+    assert status == 200 and again.endswith("data: [DONE]\n\n")
+    assert after["gateway_attached_streams_total"] == before["gateway_attached_streams_total"] + 1
+    assert [before[name] for name in names] == [after[name] for name in names] == [1, 1]
+
+
 async def test_a_refusal_is_counted_by_its_reason(gateway: RunningGateway) -> None:
     for _ in range(2):
         await gateway.post(TEXT, {"prompt": [5], "max_tokens": 2}, headers=bearer(BOB))

@@ -620,3 +620,48 @@ async def test_the_head_of_a_stream_names_it_and_keeps_proxies_from_holding_it_b
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     for line in ("x-accel-buffering: no", "cache-control: no-cache", "transfer-encoding: chunked", "x-stream-id: "):
         assert line in head
+
+
+async def test_a_stream_with_the_prompts_log_probabilities_is_taken_up_right_after_its_engines_end() -> None:
+    """The next engine computes those of the prompt again, before the next token; until then one gateway has them."""
+    body = completion(60, logprobs=2, prompt_logprobs=2)
+    with serving(executor(step_s=0.01)) as engine:
+        async with running_gateway(engine.endpoint) as gateway, running_gateway(engine.endpoint) as other:
+            whole = joined(received(await raw_answer(gateway, TEXT, body))[1])
+            async with gateway.session.post(gateway.url + TEXT, json=body) as response:
+                raw = b"".join([await response.content.readuntil(b"\n\n") for _ in range(4)])
+                event_id, first = received(raw)
+                response.close()
+            engine.stop()
+            with serving(executor(block_at_step={0: 1.5}), endpoint=engine.endpoint) as second:
+                await gateway.wait_ready()
+                await other.wait_ready()
+                await eventually(lambda: second.loop._publisher.num_live == 1)
+                name = event_id.partition(".")[0]
+                again = received(await rest(gateway, event_id))[1]
+                assert joined(first + again)["choices"] == whole["choices"]
+                assert (await answer_of_status(other, name)) == 200
+
+
+async def test_another_gateway_that_cannot_tell_of_the_prompt_yet_says_so() -> None:
+    body = completion(60, prompt_logprobs=2)
+    with serving(executor(step_s=0.01)) as engine:
+        async with (
+            running_gateway(engine.endpoint) as gateway,
+            running_gateway(engine.endpoint) as other,
+            gateway.session.post(gateway.url + TEXT, json=body) as response,
+        ):
+            raw = b"".join([await response.content.readuntil(b"\n\n") for _ in range(4)])
+            event_id, first = received(raw)
+            engine.stop()
+            with serving(executor(block_at_step={0: 1.5}), endpoint=engine.endpoint) as second:
+                await gateway.wait_ready()
+                await other.wait_ready()
+                await eventually(lambda: second.loop._publisher.num_live == 1)
+                url = f"/v1/streams/{event_id.partition('.')[0]}"
+                status, error = await answer_of(other, url)
+                assert (status, error["code"]) == (503, "not_ready") and "try again" in error["message"]
+                await eventually_async(lambda: _has(other, event_id))
+                again = received(await rest(other, event_id))[1]
+    told = joined(first + again)["choices"][0]
+    assert told.content == text_of(60) and told.ends == ["length"]

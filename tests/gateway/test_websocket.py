@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,10 @@ from gateway.auth import Caller
 from gateway.cursor import FROM_START
 from gateway.errors import error_fields
 from gateway.routes import websocket
+from gateway.schema.chat import ChatRequest
+from gateway.schema.completion import CompletionRequest
+from gateway.schema.generate import generate_from_fields
+from gateway.schema.options import RequestLimits
 from gateway.socket_events import JsonCodec, SocketOutlet
 from gateway.streams import BoundedWriter
 from streamkv.sampling import SamplingParams
@@ -274,6 +279,27 @@ async def test_an_id_in_use_is_refused_and_its_generation_goes_on(slow: RunningG
         events = await socket.until("done")
     assert [event["error"]["param"] for event in events if event["type"] == "error"] == ["id"]
     assert texts(events) == text_of(40)
+
+
+async def test_a_large_message_is_checked_beside_the_event_loop(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def check(fields: dict[str, object], limits: RequestLimits) -> ChatRequest | CompletionRequest:
+        threads.append(threading.get_ident())
+        return generate_from_fields(fields, limits)
+
+    monkeypatch.setattr(websocket, "generate_from_fields", check)
+    async with connected(gateway) as socket:
+        await socket.send(**generate())
+        await socket.until("done")
+        await socket.send(**generate(metadata={"note": "x" * 200_000}))
+        assert texts(await socket.until("done")) == text_of(30)
+        await socket.send(**generate(metadata={"note": "x" * 200_000}, n=0))
+        assert (await socket.until("error"))[-1]["error"]["param"] == "n"
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, False, False]
 
 
 async def test_ping_is_answered(gateway: RunningGateway) -> None:

@@ -1,11 +1,15 @@
 """The client comes back by itself: cut anywhere, over SSE and WebSocket, the answer is the unbroken one."""
 
 import asyncio
+import contextlib
+import json
 import random
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from gateway import keys
 from streamkv import client as client_module
@@ -224,6 +228,37 @@ async def test_leaving_a_generation_while_the_socket_is_down_ends_it_when_it_is_
         proxy.is_open = True
         await eventually(lambda: gateway.app[keys.GENERATION].num_live == 0)
         assert (await told(socket.generate(REQUEST)))[1] == {0: ["length"]}
+
+
+async def test_a_generation_is_attached_to_once_when_the_socket_breaks_while_its_attach_waits() -> None:
+    said: list[list[str]] = []
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        here: list[str] = []
+        said.append(here)
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        name = (first := json.loads(await socket.receive_str()))["id"]
+        here.append(first["type"])
+        if first["type"] == "generate":
+            await socket.send_json({"type": "started", "id": name, "stream_id": "0" * 32, "n": 1})
+        elif len(said) == 2:  # there is no engine, and then no connection either
+            error = {"message": "try again", "type": "server_error", "code": "not_ready", "retry_after_s": 1}
+            await socket.send_json({"type": "error", "id": name, "error": error})
+        else:
+            await socket.send_json({"type": "started", "id": name, "stream_id": "0" * 32, "n": 1})
+            with contextlib.suppress(TimeoutError):
+                here.append(json.loads(await socket.receive_str(timeout=2))["type"])
+            await socket.send_json({"type": "done", "id": name, "usage": {"completion_tokens": 7}})
+            await socket.receive()
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/v1/stream", serve)
+    async with TestServer(app) as server, Client(str(server.make_url(""))) as client, client.socket() as socket:
+        assert await told(socket.generate(REQUEST)) == ({0: ""}, {}, 7)
+    assert said == [["generate"], ["attach"], ["attach"]]
 
 
 async def test_cancel_ends_a_stream_from_outside(gateway: RunningGateway) -> None:

@@ -422,6 +422,31 @@ def test_what_grows_too_large_while_it_is_followed_ends_alone(
     assert "guided_regex" in masks.failed[0]
 
 
+def test_what_others_have_found_out_of_a_grammar_fails_nobody(
+    files: ModelFiles, tokenizer: Tokenizer, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 400)
+    compiler = GrammarCompiler(lambda: read_tokenizer(files, vocab_size, [EOS]))
+    grammars = SequenceGrammars(compiler, vocab_size)
+    rich = Grammar("regex", "(.*a.{14}b.*)|(.*c.{11}d.*)")
+    first = compiler.get(rich)
+    early = Follower(grammars, rich, sequence_id=1000)
+    texts = [tokenizer.token_to_id(letter) for letter in "cabdxaac"]
+    for number in range(30):
+        follower = Follower(grammars, rich, sequence_id=number)
+        dice = random.Random(number)
+        for _ in range(20):
+            assert not follower.masks().failed
+            follower.take(dice.choice(texts))
+        follower.forget()
+    assert compiler.get(rich) is not first, "it was full once at least"
+    for token_id in texts:
+        assert not early.masks().failed, "whoever began with the old one goes on"
+        early.take(token_id)
+    grammars.close()
+    compiler.close()
+
+
 # Compiling
 
 
