@@ -29,7 +29,7 @@ test: $(DONE)/test $(DONE)/model
 	@TRITON_INTERPRET=1 $(PY) -m pytest -m "not long and not docker and not gpu" $(ARGS)
 
 test-all: $(DONE)/test $(DONE)/model
-	@TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" $(ARGS)
+	@TEST_ALL=1 TRITON_INTERPRET=1 $(PY) -m pytest -m "not gpu" $(ARGS)
 
 lint: $(DONE)/test
 	$(PY) -m ruff check .

@@ -297,6 +297,7 @@ class Generation:
         self._check_fit()
         while (old := self._live.get(stream_id)) is not None and old.state is None:
             await asyncio.wait([old.started])  # an attach, of which only the engine knows whether it is the owner's
+            await self._admission.enter()  # who is handed over to nobody would run on unread
         if old is not None:
             if old.tenant != caller.name:
                 raise UnknownStream("no such stream, or it may not be attached to")

@@ -36,6 +36,8 @@ MAX_ENGINE_DEATHS: Final = 3
 """A stream that the engine was computing at so many of its ends, and that got no token between them, is failed: it is
 what ends it. At the last but one it is run alone before."""
 _DRAIN_CHECK_S: Final = 0.02
+_WRITES_PER_TURN: Final = 256
+"""Some 3 ms."""
 _OWN_ENDS: Final = ("stop", "length")
 """Reasons for which a choice ends by itself, and so has had its prompt."""
 
@@ -826,7 +828,8 @@ class Outbox:
 
     A turn hands out every frame of the engine that has come in, so a stream's write takes along all steps that are
     there: one when the gateway keeps up, several when it is behind. A write is a system call of some 7 µs, more than
-    all the rest of a token's way, so this is what lets the gateway catch up.
+    all the rest of a token's way, so this is what lets the gateway catch up. Of more than _WRITES_PER_TURN the later
+    ones wait for the next turn, so that whoever else wants something of the loop gets it between them.
     """
 
     def __init__(self) -> None:
@@ -834,8 +837,18 @@ class Outbox:
 
     def add(self, writer: "BoundedWriter") -> None:
         if not self._waiting:
-            asyncio.get_running_loop().call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self._send_some)
         self._waiting.append(writer)
+
+    def _send_some(self) -> None:
+        waiting = self._waiting
+        if len(waiting) <= _WRITES_PER_TURN:
+            self.flush()
+            return
+        self._waiting = waiting[_WRITES_PER_TURN:]
+        asyncio.get_running_loop().call_soon(self._send_some)
+        for writer in waiting[:_WRITES_PER_TURN]:
+            writer.flush()
 
     def flush(self) -> None:
         """Send what waits."""

@@ -72,7 +72,7 @@ _LARK_TOKEN: Final = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|
 _MAX_MESSAGE_CHARS: Final = 500
 _MAX_LEXER_STATES: Final = 20_000
 """A kilobyte or two each."""
-_RENEW_LIMIT_S: Final = 5.0
+_RENEW_LIMIT_S: Final = 2.0
 """The step waits for it."""
 
 NO_END: Final = "this model names no end-of-sequence token, without which no grammar can end"
@@ -390,8 +390,8 @@ class _Following:
     """What its matcher came from."""
     taken: list[int] = field(default_factory=list)
     """Tokens that its matcher has taken in."""
-    renewed_at: int = -1
-    """How many these were when it last went on with the grammar compiled anew."""
+    is_renewed: bool = False
+    """It went on with the grammar compiled anew. Once only: so that who needs too much by itself comes to an end."""
 
 
 class SequenceGrammars:
@@ -499,9 +499,9 @@ class SequenceGrammars:
         where it is its own tokens that cannot be followed."""
         grammar = one.facts.sampling.grammar
         assert grammar is not None and one.matcher is not None and one.compiled is not None
-        if one.renewed_at == len(one.taken):
+        if one.is_renewed:
             raise InvalidField(grammar.field, f"the grammar is too much here: {_reason(one.matcher)}")
-        one.renewed_at = len(one.taken)
+        one.is_renewed = True
         one.compiled = self._compiler.renew(grammar, one.compiled)
         one.matcher = one.compiled.begin()
         if one.taken and not one.matcher.consume_tokens(one.taken):

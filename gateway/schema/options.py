@@ -13,6 +13,8 @@ from streamkv.sampling import MAX_CHOICES, MAX_STOP_TOKEN_IDS, Grammar, Sampling
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
+MAX_PROMPT_REPEATS: Final = 262_144
+"""Tokens of the prompt, over all choices, that an answer gives back."""
 MAX_PROMPT_LOGPROBS: Final = 65_536
 """Told of one prompt, over all choices."""
 MAX_MAX_TOKENS: Final = 2**31 - 1
@@ -111,6 +113,13 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_told(self, num_prompt_tokens: int) -> None:
         """Other streams wait while a prompt's log probabilities are written."""
+        num_repeated = num_prompt_tokens * self.n * (self.echo + self.return_token_ids)
+        if self.n > 1 and num_repeated > MAX_PROMPT_REPEATS:
+            raise InvalidField(
+                "n",
+                f"is {self.n}, and with echo or return_token_ids the prompt's {num_prompt_tokens} tokens come back "
+                f"with each choice; at most {MAX_PROMPT_REPEATS} do: lower n or shorten the prompt",
+            )
         in_echo = self.logprobs + 1 if self.echo else 0
         num_told = num_prompt_tokens * self.n * (in_echo + self.prompt_logprobs + 1)
         if num_told > MAX_PROMPT_LOGPROBS:

@@ -401,3 +401,19 @@ async def test_a_client_that_has_just_gone_keeps_nothing_from_the_others_of_its_
             writer.write(data)
         await asyncio.sleep(0)
     assert [transport.writes for transport in transports] == [[b"one", b"two"], [], [b"one", b"two"]]
+
+
+async def test_writes_of_very_many_streams_leave_others_their_turn() -> None:
+    outbox = Outbox()
+    transports = [Transport() for _ in range(1000)]
+    writers = [BoundedWriter(outbox, 1000) for _ in transports]
+    for writer, transport in zip(writers, transports, strict=True):
+        writer.open(transport)
+        writer.write(b"one")
+    num_written = []
+    for _ in range(6):
+        await asyncio.sleep(0)
+        num_written.append(sum(bool(transport.writes) for transport in transports))
+        writers[-1].write(b"more")
+    assert num_written == [256, 512, 768, 1000, 1000, 1000]
+    assert transports[-1].writes == [b"onemoremoremore", b"more", b"more"]

@@ -425,7 +425,7 @@ def test_what_grows_too_large_while_it_is_followed_ends_alone(
 def test_what_others_have_found_out_of_a_grammar_fails_nobody(
     files: ModelFiles, tokenizer: Tokenizer, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 400)
+    monkeypatch.setattr(grammar_module, "_MAX_LEXER_STATES", 1500)
     compiler = GrammarCompiler(lambda: read_tokenizer(files, vocab_size, [EOS]))
     grammars = SequenceGrammars(compiler, vocab_size)
     rich = Grammar("regex", "(.*a.{14}b.*)|(.*c.{11}d.*)")

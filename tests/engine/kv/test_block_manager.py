@@ -11,6 +11,7 @@ from engine.kv.prefix_tree import TOKEN_BYTES
 from engine.sequence import Request, Sequence
 from streamkv.protocol import pack_ids
 from streamkv.sampling import SamplingParams
+from tests.support.examples import examples
 
 
 def make_sequence(sequence_id: int, num_tokens: int, salt: str = "") -> Sequence:
@@ -388,7 +389,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.memory[block_id * size + position % size] = (sequence.token_ids[position], position)
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+BlockManagerMachine.TestCase.settings = settings(max_examples=examples(100, 200), stateful_step_count=40, deadline=None)
 TestBlockManager = BlockManagerMachine.TestCase
 
 

@@ -11,6 +11,7 @@ from engine.kv.tiers import TierSizes
 from engine.sequence import Sequence
 from streamkv.protocol import pack_ids
 from tests.engine.kv.memory_model import MemoryModel, make_sequence
+from tests.support.examples import examples
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
@@ -253,5 +254,5 @@ class TiersMachine(RuleBasedStateMachine):
             self.memory.start(manager.take_transfers())
 
 
-TiersMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=examples(100, 200), stateful_step_count=40, deadline=None)
 TestTiers = TiersMachine.TestCase

@@ -1,7 +1,5 @@
 """Ranked requests among others, in any order and on pools too small: all end once, with the right choices."""
 
-import os
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -11,6 +9,7 @@ from engine.simulation.simulated_model import end_one_in
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
 from tests.engine.scheduling.ranked import check_ranked
+from tests.support.examples import examples
 
 VOCAB_SIZE = 40
 SHARED = list(range(3, 33))
@@ -170,7 +169,7 @@ class RankedMachine(RuleBasedStateMachine):
 
 
 RankedMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("RANKED_EXAMPLES", "60")),
+    max_examples=examples(40, 60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

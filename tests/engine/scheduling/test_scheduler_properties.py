@@ -13,6 +13,7 @@ from engine.simulation.simulated_model import end_one_in
 from streamkv.config import PreemptionMode
 from streamkv.errors import InvalidField
 from tests.engine.scheduling.driver import Driver
+from tests.support.examples import examples
 
 VOCAB_SIZE = 40
 SHARED = list(range(3, 33))
@@ -252,6 +253,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120, 250), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase

@@ -332,6 +332,15 @@ def test_log_probabilities_of_a_prompt_have_a_number(fields: dict[str, object], 
     assert completion(logprobs=20, n=128).options.to_sampling(90_000, 100_000, 0), "those of the answer have none"
 
 
+@pytest.mark.parametrize("field", ["echo", "return_token_ids"])
+def test_a_long_prompt_does_not_come_back_with_every_of_many_choices(field: str) -> None:
+    options = completion(n=128, **{field: True}).options
+    assert options.to_sampling(2048, 100_000, 0).n == 128
+    with pytest.raises(InvalidField, match=r"^n: .*2049 tokens come back with each choice"):
+        options.to_sampling(2049, 100_000, 0)
+    assert completion(**{field: True}).options.to_sampling(90_000, 100_000, 0).n == 1
+
+
 def test_an_unknown_field_is_refused_with_the_known_one_that_is_near() -> None:
     assert "did you mean 'temperature'?" in str(refused(chat, temprature=1))
     assert "did you mean" not in str(refused(chat, zzz=1))
