@@ -33,6 +33,8 @@ _PREDICT_EVERY_S = 0.25
 """Under overload many are refused, and looking through what waits costs a while."""
 _COMPILE_LIMIT_S = 30.0
 """What a grammar may take, the wait for others before it included."""
+_COMPILE_AGAIN_LIMIT_S = 300.0
+"""The same for a stream that goes on: it has compiled before, and after an engine's start all do so at once."""
 _UNKNOWN_OUTPUT = 128
 """Tokens that a choice is expected to generate while none has ended."""
 
@@ -131,12 +133,13 @@ class Requests:
             request.compiled_grammar = compiling.result()
         else:
             request.is_held = True
-            self._compiling.append((request, compiling, self._clock() + _COMPILE_LIMIT_S))
+            limit_s = _COMPILE_AGAIN_LIMIT_S if request.prior_token_ids else _COMPILE_LIMIT_S
+            self._compiling.append((request, compiling, self._clock() + limit_s))
 
     @property
     def next_compile_limit_s(self) -> float:
         """When take_compiled has something to do, though none was finished."""
-        return self._compiling[0][2] if self._compiling else float("inf")
+        return min([limit_s for _, _, limit_s in self._compiling], default=float("inf"))
 
     def take_compiled(self) -> None:
         """Let go what was held for a grammar that is there, and refuse what holds one that cannot be followed. Call it

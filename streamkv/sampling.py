@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     frequency_penalty: float = 0.0
     """-2 .. 2, taken from a token's logit as many times as this choice has generated it."""
     repetition_penalty: float = 1.0
-    """Over 0, at most 10. Positive logits of tokens in the prompt or the output are divided by it, others multiplied
+    """0.01 .. 10. Positive logits of tokens in the prompt or the output are divided by it, others multiplied
     (Keskar et al., CTRL, 2019). Before the two above."""
     logit_bias: dict[int, float] = {}
     """token id → what is added to its logit, -100 .. 100; at most 1024 ids. Before the penalties."""
@@ -148,8 +148,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         """What changes logits or tells of them."""
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0.0 < self.repetition_penalty <= 10.0:
-            raise InvalidField("repetition_penalty", f"must be over 0 and at most 10, got {self.repetition_penalty!r}")
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 10.0)
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise InvalidField("logit_bias", f"takes at most {MAX_LOGIT_BIASES} ids, got {len(self.logit_bias)}")
         for token_id, bias in self.logit_bias.items():

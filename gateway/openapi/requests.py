@@ -53,10 +53,9 @@ SAMPLING: Final[dict[str, Schema]] = {
     "frequency_penalty": number("Taken from a token's logit once for each time it was generated.", -2, 2, 0.0),
     "repetition_penalty": number(
         "Divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer.",
-        0,
+        0.01,
         10,
         1.0,
-        is_over=True,
     ),
     "logit_bias": mapping(
         "Token id → what is added to its logit.",

@@ -649,6 +649,7 @@ def test_time_in_which_the_engine_could_not_listen_is_nobodys_silence(monkeypatc
     monkeypatch.setattr("tests.support.scripted_engine.EngineLoop", clocked)
     executor = ScriptedExecutor(step_s=0.004)
     with serving(executor) as engine, WireGateway(engine.endpoint, heartbeat_s=60.0) as gateway:
+        gateway.wait_for(Ready)
         gateway.send(submission(1, PROMPT, 150))
         gateway.wait_tokens(1, 5)
         frozen_s = 1000.0

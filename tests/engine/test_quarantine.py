@@ -42,6 +42,7 @@ def named(name: int, max_tokens: int, runs_alone: bool = False, n: int = 1) -> S
 def test_a_suspect_shares_no_step_before_its_first_token_and_everybody_gets_theirs(max_in_flight: int) -> None:
     executor = Watched(max_in_flight)
     with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
         for name in (10, 11):
             gateway.send(named(name, 60))
         gateway.wait_tokens(11, 3)
@@ -83,7 +84,9 @@ def test_a_suspect_whose_gateway_is_lost_holds_nobody() -> None:
     executor = Watched()
     executor.block_at_step = {0: 1.5}
     with serving(executor, gateway_timeout_s=0.5) as engine, WireGateway(engine.endpoint, heartbeat_s=0.1) as gateway:
+        gateway.wait_for(Ready)
         with WireGateway(engine.endpoint) as leaving:
+            leaving.wait_for(Ready)
             leaving.send(named(20, 8, runs_alone=True))
             gateway.send(named(10, 8))
             threading.Event().wait(0.1)
@@ -93,11 +96,12 @@ def test_a_suspect_whose_gateway_is_lost_holds_nobody() -> None:
 def test_a_continuation_that_is_cached_but_for_its_last_token_holds_the_others_no_longer() -> None:
     executor = Watched()
     with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
         gateway.send(named(20, 40))
         tokens = gateway.wait_end(20).tokens[0]
-        again = named(20, 120, runs_alone=True)
+        again = named(20, 300, runs_alone=True)
         gateway.send(msgspec.structs.replace(again, request_id=21, prior_token_ids=[pack_ids(tokens[:30])]))
         gateway.send(named(10, 8))
         assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)
         assert 21 not in gateway.requests or not gateway.requests[21].finished
-        assert gateway.wait_end(21).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 120)[30:]
+        assert gateway.wait_end(21).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 300)[30:]

@@ -146,11 +146,9 @@ async def test_a_socket_that_is_not_read_does_not_keep_the_server_from_its_end(
     monkeypatch.setattr(gateway_app, "SHUTDOWN_TIMEOUT_S", 0.2)
     with serving(executor()) as engine:
         async with running_gateway(engine.endpoint, max_stream_buffer_bytes=256 * 1024) as gateway:
-            read, close = await stalled_by_websocket(gateway, 0, 1900)
+            _, close = await stalled_by_websocket(gateway, 0, 1900)
             await eventually(lambda: max(num_unread(gateway)) > 80 * 1024)  # more than aiohttp waits for to be read
             await asyncio.wait_for(gateway.server.close(), 30)
-            with pytest.raises(AssertionError, match="abort"):  # what waited for it is there, the end included
-                await read()
             close()
 
 
