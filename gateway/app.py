@@ -16,6 +16,7 @@ from gateway import keys
 from gateway.access_log import AccessLog
 from gateway.admission import Admission
 from gateway.auth import ApiKeys, Caller
+from gateway.bounded_writer import Outbox
 from gateway.connection import CountedConnection
 from gateway.cors import Cors
 from gateway.dashboard import Dashboard
@@ -43,7 +44,6 @@ from gateway.routes import (
 )
 from gateway.silence import ask_silent_ones, break_off_silent_ones
 from gateway.sse import KeepAlives
-from gateway.streams import Outbox
 from gateway.tokenizer import Tokenizer
 from gateway.tracing import Tracing
 from streamkv.config import GatewayConfig

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from gateway.admission import Admission
 from gateway.auth import ApiKeys, Caller
+from gateway.bounded_writer import Outbox
 from gateway.cors import Cors
 from gateway.dashboard import Dashboard
 from gateway.engine_client import EngineClient
@@ -15,7 +16,6 @@ from gateway.metrics import GatewayMetrics, LoopLag
 from gateway.reception import Reception
 from gateway.records import Record
 from gateway.sse import KeepAlives
-from gateway.streams import Outbox
 from streamkv.config import GatewayConfig
 
 

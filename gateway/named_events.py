@@ -1,6 +1,6 @@
 """Server-sent events that carry their name, as OpenAI's Responses and Anthropic's Messages have them."""
 
-from gateway.streams import BoundedWriter
+from gateway.bounded_writer import BoundedWriter
 
 
 class NamedEvents:

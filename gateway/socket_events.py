@@ -10,10 +10,11 @@ from typing import Final, Protocol
 import msgspec
 
 from gateway.answers import json_bytes, usage_fields
+from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Bookmark
 from gateway.deltas import Delta, ToolCallDelta
 from gateway.logprobs import LogprobForms
-from gateway.streams import BoundedWriter, Ending, Stream, Usage
+from gateway.streams import Ending, Stream, Usage
 from streamkv.errors import StreamKVError
 
 JSON_PROTOCOL: Final = "streamkv.json"

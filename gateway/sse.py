@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.answers import DONE, KEEP_ALIVE, AnswerForm, EventParts, error_event
+from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Bookmark
 from gateway.deltas import Delta
 from gateway.logprobs import LogprobForms
-from gateway.streams import BoundedWriter, Ending, Stream, Usage
+from gateway.streams import Ending, Stream, Usage
 from streamkv.errors import StreamKVError
 
 SSE_HEADERS = {

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from aiohttp import HttpVersion11, web
 
 from gateway import keys
+from gateway.bounded_writer import BoundedWriter
 from gateway.generation import Prepared
 from gateway.message_answer import MessageAnswer
 from gateway.named_events import NamedEvents
 from gateway.response_answer import ResponseAnswer
 from gateway.routes.answering import send_events
-from gateway.streams import BoundedWriter
 
 Answer = ResponseAnswer | MessageAnswer
 

@@ -11,6 +11,7 @@ from aiohttp import HttpVersion11, web
 
 from gateway import keys
 from gateway.answers import AnswerForm, GatheredAnswer, form_of, form_of_all
+from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Cursor, parse_event_id
 from gateway.errors import error_body
 from gateway.generation import Prepared, Request
@@ -19,7 +20,7 @@ from gateway.schema.options import RequestLimits, read_grace
 from gateway.schema.reader import FieldReader
 from gateway.sse import SSE_HEADERS, EventOutlet, LateOutlet, SseOutlet
 from gateway.stream_group import StreamGroup
-from gateway.streams import BoundedWriter, Stream
+from gateway.streams import Stream
 
 _OFF_LOOP_BYTES: Final = 128 * 1024
 """Bodies over this are parsed on a thread, so that no other stream waits for them."""

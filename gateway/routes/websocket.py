@@ -11,6 +11,7 @@ from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
 
 from gateway import keys
 from gateway.auth import KEY_PROTOCOL_PREFIX, Caller, check_origin, offered_protocols
+from gateway.bounded_writer import BoundedWriter
 from gateway.connection import CountedConnection
 from gateway.credit import MAX_TOKENS, Credit, CreditedOutlet
 from gateway.cursor import Cursor, at_token, parse_cursor, parse_stream_id
@@ -18,7 +19,7 @@ from gateway.errors import error_fields
 from gateway.schema.body import decode_msgpack_object, decode_object
 from gateway.schema.generate import generate_from_fields
 from gateway.socket_events import JSON_PROTOCOL, MSGPACK_PROTOCOL, EventCodec, JsonCodec, MsgpackCodec, SocketOutlet
-from gateway.streams import BoundedWriter, Ending, Outlet, Stream, UnknownStream, Usage
+from gateway.streams import Ending, Outlet, Stream, UnknownStream, Usage
 from streamkv.errors import InvalidField, StreamKVError
 
 logger = logging.getLogger(__name__)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from gateway.bounded_writer import BoundedWriter, Outbox
 from gateway.cursor import FROM_START, Cursor, at_token, parse_cursor
 from gateway.deltas import Delta
 from gateway.engine_client import EngineClient
-from gateway.streams import MAX_ENGINE_DEATHS, BoundedWriter, Ending, Outbox, Stream, StreamState, Usage
+from gateway.streams import MAX_ENGINE_DEATHS, Ending, Stream, StreamState, Usage
 from streamkv.errors import StreamKVError
 from streamkv.protocol import Attached, Finished, pack_ids
 from streamkv.sampling import SamplingParams

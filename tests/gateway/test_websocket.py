@@ -15,6 +15,7 @@ import pytest
 
 from gateway import keys
 from gateway.auth import Caller
+from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import FROM_START
 from gateway.errors import error_fields
 from gateway.routes import websocket
@@ -23,7 +24,6 @@ from gateway.schema.completion import CompletionRequest
 from gateway.schema.generate import generate_from_fields
 from gateway.schema.options import RequestLimits
 from gateway.socket_events import JsonCodec, SocketOutlet
-from gateway.streams import BoundedWriter
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import (
     MODEL,
