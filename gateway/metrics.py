@@ -72,7 +72,7 @@ HELP: Final[Mapping[str, str]] = {
     "kept_streams_dropped_total": "Ended streams that lack of memory cost their grace period",
     "latency_model_error": "Mean of |predicted - measured| / measured over the newest steps",
     "num_detached_streams": "Live streams without a gateway",
-    "num_gateways": "Gateways that the engine hears",
+    "num_gateways": "Gateways that the engine hears, and its supervisor",
     "num_kept_streams": "Ended streams that can still be attached to",
     "num_live_streams": "Streams in the engine that have not ended",
     "num_paused_requests": "Requests that stand aside for a slow reader",
