@@ -351,6 +351,10 @@ class Stream:
         return self._is_done
 
     @property
+    def _num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    @property
     def num_output(self) -> int:
         """Tokens that were shown and count, of all choices."""
         return sum(_num_shown(choice) for choice in self._choices)
@@ -358,6 +362,8 @@ class Stream:
     def submission(self, request_id: int) -> Submit | None:
         state = self._state
         assert state is not None
+        if self._num_tokens > self._num_tokens_at_death:
+            self._num_deaths = 0
         if self._num_deaths >= MAX_ENGINE_DEATHS:
             self._fail(EngineFault(f"the engine ended {MAX_ENGINE_DEATHS} times while it worked on this request"))
             return None
@@ -389,9 +395,8 @@ class Stream:
     # What the wire brings
 
     def suspected(self) -> None:
-        num_tokens = sum(len(choice.token_ids) for choice in self._choices)
-        self._num_deaths = 1 if num_tokens > self._num_tokens_at_death else self._num_deaths + 1
-        self._num_tokens_at_death = num_tokens
+        self._num_deaths = 1 if self._num_tokens > self._num_tokens_at_death else self._num_deaths + 1
+        self._num_tokens_at_death = self._num_tokens
 
     def hit(self, num_cached_tokens: int) -> None:
         self.num_cached = max(self.num_cached, num_cached_tokens)

@@ -171,6 +171,8 @@ async def test_deaths_at_which_it_was_not_computed_and_those_before_a_token_do_n
             alone += [submit is not None and submit.runs_alone for submit in submits]
         assert alone == [False, False, True, True]
         stream.push_token(token_id)
+        healthy = stream.submission(3)  # to an engine that takes the place of another on purpose
+        assert healthy is not None and not healthy.runs_alone
     assert not stream.is_done
 
 
