@@ -4,6 +4,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
+
+from streamkv.config import EngineConfig, GatewayConfig
+from streamkv.settings import OTHER_VARIABLES, settings
+
 ROOT = Path(__file__).parents[1]
 ENGINE_ONLY = {"torch", "transformers", "safetensors", "llguidance"}
 """Dependencies of which the gateway's image has none: they compute, or are needed by what computes."""
@@ -29,3 +34,16 @@ def test_every_file_that_a_dockerfile_copies_is_there_and_reaches_the_build() ->
             for source in sources:
                 assert (ROOT / source).exists(), f"{dockerfile.name}: {source}"
                 assert f"!{source.split('/')[0]}" in ignored, f"{dockerfile.name}: {source} is ignored"
+
+
+def test_compose_names_settings_files_and_volumes_that_there_are() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    known = {each.variable for kind in (EngineConfig, GatewayConfig) for each in settings(kind).values()}
+    for name, service in compose["services"].items():
+        ours = {variable for variable in service.get("environment", {}) if variable.startswith("STREAMKV_")}
+        assert ours <= known | OTHER_VARIABLES, name
+        for mount in service["volumes"]:
+            source = mount.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith("./") else source in compose["volumes"], mount
+    assert set(compose["services"]) - {"engine", "gateway"} == {"prometheus", "grafana"}
+    assert all(compose["services"][name]["profiles"] == ["monitoring"] for name in ("prometheus", "grafana"))

@@ -260,7 +260,7 @@ def test_the_dashboard_is_whole() -> None:
 def test_the_files_around_it_name_each_other() -> None:
     """Read as text: nothing here depends on a YAML library."""
     prometheus = (ROOT / "docker/prometheus/prometheus.yml").read_text()
-    assert "metrics_path: /metrics" in prometheus and "gateway:8000" in prometheus
+    assert "metrics_path: /metrics" in prometheus and "names: [gateway]" in prometheus and "port: 8000" in prometheus
     provider = (ROOT / "docker/grafana/provisioning/dashboards/streamkv.yml").read_text()
     assert "path: /var/lib/grafana/dashboards" in provider
     source = (ROOT / "docker/grafana/provisioning/datasources/prometheus.yml").read_text()
