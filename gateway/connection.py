@@ -1,8 +1,12 @@
 """One client's connection, as far as it is counted."""
 
 import asyncio
+from typing import Final
 
 from aiohttp import web
+
+EOF_FLUSH_S: Final = 5.0
+"""For what is still on its way to a client that has closed its side."""
 
 
 class CountedConnection(web.RequestHandler):
@@ -18,3 +22,11 @@ class CountedConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         self.num_received += len(data)
         super().data_received(data)
+
+    def eof_received(self) -> None:
+        """Who waits for an answer keeps its side open; this client is gone. The transport closes itself once everything
+        is written, which to one that does not read would be never."""
+        super().eof_received()
+        transport = self.transport
+        if transport is not None:
+            asyncio.get_running_loop().call_later(EOF_FLUSH_S, transport.abort)
