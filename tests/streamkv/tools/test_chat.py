@@ -92,6 +92,15 @@ def test_a_failure_is_said_and_the_dialogue_goes_on(dialogue: tuple[Dialogue, Op
     assert messages(server, 1) == [("user", "hi again")]  # the question without an answer is not kept
 
 
+@pytest.fixture
+def takes_ctrl_c() -> Iterator[None]:
+    """As on a terminal. A shell starts what runs in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("takes_ctrl_c")
 def test_ctrl_c_stops_the_answer_alone_and_keeps_what_came(dialogue: tuple[Dialogue, OpenAIServer]) -> None:
     user, server = dialogue
     server.script, server.gap_s = [*chat_events(["part "] * 500)], 0.02
