@@ -239,6 +239,7 @@ def modules_under(*prefixes: str) -> list[str]:
     return [m for m in modules_of(ROOT) if m.startswith(prefixes) and not m.endswith("__main__")]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_each_gateway_module_can_be_imported_alone_and_without_torch() -> None:
     libraries = "aiohttp.web,tokenizers,jinja2,gguf"
@@ -257,6 +258,7 @@ def test_each_scheduling_and_kv_module_can_be_imported_alone_and_without_torch()
     assert faults_of(modules, preload="", forbidden="torch,aiohttp,gateway") == {}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_each_engine_module_can_be_imported_alone_and_without_aiohttp() -> None:
     assert faults_of(modules_under("engine"), preload="torch", forbidden="aiohttp,gateway") == {}
