@@ -8,7 +8,7 @@ from tests.chaos.run import run
 
 @pytest.mark.xfail(
     strict=False,
-    reason="a known fault, seen once in three runs: who attaches over a WebSocket just when a hung engine is "
+    reason="a known fault, seen in two of four runs: who attaches over a WebSocket just when a hung engine is "
     "replaced may be told unknown_stream, although its stream was live (docs/reliability.md)",
 )
 @pytest.mark.long
