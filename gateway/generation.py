@@ -14,6 +14,7 @@ from gateway.admission import Admission, UnknownModel
 from gateway.answers import AnswerForm, form_of
 from gateway.auth import Caller
 from gateway.cursor import FROM_START, Cursor
+from gateway.ended_streams import EndedStreams
 from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.metrics import GatewayMetrics
 from gateway.parsers.answer_parser import Parsing
@@ -30,6 +31,7 @@ from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
 from streamkv.log import fields
+from streamkv.protocol import Attached
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class Generation:
         self._metrics = metrics
         self._reception = reception
         self._live: dict[bytes, Stream] = {}
+        self._ended = EndedStreams()
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self._unattended: set[bytes] = set()
         """Live ones that nobody reads."""
@@ -310,7 +313,7 @@ class Generation:
             asyncio.get_running_loop().time(),
             known=known,
             tenant=caller.name,
-            inherits=old if old is not None and old.state is not None else None,
+            inherits=old.remains() if old is not None else self._ended.find(stream_id, caller.name),
         )
         self._reception.joined(stream, caller)
         try:
@@ -347,7 +350,7 @@ class Generation:
         *,
         known: Cursor,
         tenant: str,
-        inherits: Stream | None = None,
+        inherits: Attached | None = None,
     ) -> Stream:
         stream = Stream(
             self._engine,
@@ -444,6 +447,9 @@ class Generation:
         metrics, times = self._metrics, stream.times
         num_output = stream.num_output
         metrics.num_output_tokens += max(0, num_output - stream.num_inherited)
+        state = stream.state
+        if state is not None and state.attach_grace_s and stream.has_ended_by_itself:
+            self._ended.keep(stream.remains(), stream.tenant, state.attach_grace_s)
         reason = stream.endings[0].finish_reason if stream.endings else "error"
         cause = stream.endings[0].cause if stream.endings else ""
         metrics.outcomes[reason] += 1

@@ -216,12 +216,12 @@ class Stream:
         known: Cursor = FROM_START,
         tenant: str = "",
         parse: Callable[[Outlet, StreamState], Outlet] | None = None,
-        inherits: "Stream | None" = None,
+        inherits: Attached | None = None,
     ) -> None:
         """known: what the client has of a stream that is taken up; the outlet gets every token all the same, and passes
         over what was told before. tenant: the name of its owner's API key. parse: makes the outlet that goes before the
-        given one where a state wants it. inherits: who had it here; it goes on from that one where the engine, which
-        was started anew, does not know it."""
+        given one where a state wants it. inherits: what is known of it here; it goes on from that where the engine,
+        which was started anew, does not know it."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._json_pieces = tokenizer.vocabulary.json_pieces
@@ -481,14 +481,14 @@ class Stream:
         else:
             self._fail(EngineFault(f"the engine refused the request: {message}"))
 
-    def _go_on_from(self, old: "Stream") -> None:
-        """The engine ended before it could hand it over; what is here is enough to submit it again."""
+    def _go_on_from(self, remains: Attached) -> None:
+        """The engine ended before it could hand it over; what is here is enough to submit it again, or to end it."""
         self._inherits = None
-        self.attached(old._left())
+        self.attached(remains)
         if not self._is_done:
             self._engine.submit(self)
 
-    def _left(self) -> Attached:
+    def remains(self) -> Attached:
         """What it has, as the engine would tell it. Once it has a state."""
         finished = [choice.finished for choice in self._choices if choice.finished is not None]
         assert self._state is not None
@@ -501,7 +501,7 @@ class Stream:
             token_ids=[pack_ids(choice.token_ids) for choice in self._choices],
             finished=finished,
             logprobs=self._prior_logprobs() if self._wants_logprobs else [],
-            prompt_logprobs=self._prompt_logprobs.pack() if self._state.num_prompt_logprobs >= 0 else None,
+            prompt_logprobs=self._prompt_logprobs.pack() if len(self._prompt_logprobs) else None,
         )
 
     def attached(self, attached: Attached) -> None:
@@ -528,8 +528,9 @@ class Stream:
             self._take_state(state, attached.prompt_token_ids, unpack_ids(attached.prompt_token_ids))
         if attached.prompt_logprobs is not None:
             self.prompt_logprobs(1, attached.prompt_logprobs)
-        if old is not None and len(old._prompt_logprobs) > len(self._prompt_logprobs):
-            self._prompt_logprobs = old._prompt_logprobs
+        known_here = old.prompt_logprobs if old is not None else None
+        if known_here is not None and known_here.num_tokens > len(self._prompt_logprobs):
+            self.prompt_logprobs(1, known_here)
         for index, packed in enumerate(attached.token_ids[: len(self._choices)]):
             choice = self._choices[index]
             num_known = len(choice.token_ids) - attached.from_token
@@ -552,14 +553,13 @@ class Stream:
         if not self.started.done():
             self.started.set_result(None)
 
-    def _can_open(self, state: StreamState, attached: Attached, old: "Stream | None") -> bool:
+    def _can_open(self, state: StreamState, attached: Attached, old: Attached | None) -> bool:
         """Whether all is known that is told of the prompt. A new engine does not get it with a continuation,
         and computes it anew before the next token."""
         if state.num_prompt_logprobs < 0 and not (state.echo and state.sampling.logprobs >= 0):
             return True
-        num_known = attached.prompt_logprobs.num_tokens if attached.prompt_logprobs is not None else 0
-        if old is not None:
-            num_known = max(num_known, len(old._prompt_logprobs))
+        known = [told.prompt_logprobs for told in (attached, old) if told is not None]
+        num_known = max(values.num_tokens if values is not None else 0 for values in known)
         return num_known >= len(attached.prompt_token_ids) // 4 - 1
 
     def _recall(self, choice: _Choice, token_ids: list[int]) -> list[int]:
@@ -767,6 +767,11 @@ class Stream:
     def endings(self) -> list[Ending]:
         """How each choice ended; complete once it is done."""
         return [choice.ending for choice in self._choices if choice.ending is not None]
+
+    @property
+    def has_ended_by_itself(self) -> bool:
+        """Every choice came to its end, and none was broken off."""
+        return self._is_done and self.failure is None and all(end.finish_reason in _OWN_ENDS for end in self.endings)
 
     # A slow reader, or one who asked
 

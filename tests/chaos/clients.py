@@ -151,7 +151,8 @@ class Client:
         raw = transport.get_extra_info("socket")
         is_reset = self._rng.random() < 0.5
         if is_reset and raw is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with contextlib.suppress(OSError):  # the server has closed it just before
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._report.faults[f"{kind} by {'RST' if is_reset else 'FIN'}"] += 1
         transport.abort()
 

@@ -6,11 +6,6 @@ from tests.chaos.report import Report
 from tests.chaos.run import run
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a known fault, seen in two of four runs: who attaches over a WebSocket just when a hung engine is "
-    "replaced may be told unknown_stream, although its stream was live (docs/reliability.md)",
-)
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 async def test_two_minutes_of_chaos_lose_and_double_nothing() -> None:

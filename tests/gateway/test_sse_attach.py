@@ -323,6 +323,26 @@ async def test_it_survives_its_engine_while_nobody_reads(slow: RunningGateway) -
     assert told["choices"][0].content == text_of(200) and told["choices"][0].ends == ["length"]
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stop": text_of(60)[-4:]}, {"logprobs": 1, "echo": True}], ids=str)
+async def test_what_had_ended_before_its_client_came_back_outlives_its_engine(more: dict[str, Any]) -> None:
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            unbroken = joined(received(await raw_answer(gateway, TEXT, completion(80, attach_grace_s=0, **more)))[1])
+            async with gateway.session.post(gateway.url + TEXT, json=completion(80, **more)) as response:
+                event_id, first = received(await response.content.readuntil(b"\n\n"))
+                response.close()
+            await eventually(lambda: gateway.app[keys.GENERATION].num_live == 0)
+            engine.stop()
+            with serving(executor(), endpoint=engine.endpoint):
+                await gateway.wait_ready()
+                again = received(await rest(gateway, event_id))[1]
+                told = joined(first + again)
+                assert joined(first + received(await rest(gateway, event_id))[1]) == told, "and once more"
+                assert len(told.pop("heads")) == len(unbroken.pop("heads")) == 1
+                assert told == unbroken
+                assert (await gateway.get(f"/v1/streams/{'0' * 32}"))[0] == 404
+
+
 async def test_who_waits_for_an_engine_keeps_the_stream_alive_meanwhile() -> None:
     """Longer than its grace period, since its client is there."""
     with serving(executor(step_s=0.005)) as engine:

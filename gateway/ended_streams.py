@@ -1,0 +1,56 @@
+"""Streams that have ended and may still be taken up again, as far as this gateway had them.
+
+The engine keeps them as well, and is asked first. But an engine can end between the end of a stream and the moment when
+its client comes back for the rest, and then what lies here is all that there is.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+from streamkv.protocol import Attached
+
+MAX_BYTES: Final = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    tenant: str
+    remains: Attached
+    num_bytes: int
+
+
+class EndedStreams:
+    """Keeps each for its grace period, and at most max_bytes of them: beyond that the first to end goes first."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._streams: dict[bytes, _Ended] = {}
+
+    def keep(self, remains: Attached, tenant: str, grace_s: float) -> None:
+        """remains: all of it, as the engine would tell it. Replaces what was kept of the same stream."""
+        self._forget(self._streams.get(remains.stream_id))
+        ended = _Ended(tenant, remains, _num_bytes(remains))
+        self._streams[remains.stream_id] = ended
+        self._num_bytes += ended.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._forget(next(iter(self._streams.values())))
+        asyncio.get_running_loop().call_later(grace_s, self._forget, ended)
+
+    def find(self, stream_id: bytes, tenant: str) -> Attached | None:
+        """What is kept of its owner's stream."""
+        ended = self._streams.get(stream_id)
+        return ended.remains if ended is not None and ended.tenant == tenant else None
+
+    def _forget(self, ended: _Ended | None) -> None:
+        """Harmless for one that is gone, or that another has taken the place of."""
+        if ended is not None and self._streams.get(ended.remains.stream_id) is ended:
+            del self._streams[ended.remains.stream_id]
+            self._num_bytes -= ended.num_bytes
+
+
+def _num_bytes(remains: Attached) -> int:
+    of_prompt = [remains.prompt_logprobs] if remains.prompt_logprobs is not None else []
+    logprobs = sum(values.num_bytes for values in [*remains.logprobs, *of_prompt])
+    return len(remains.gateway_state) + len(remains.prompt_token_ids) + sum(map(len, remains.token_ids)) + logprobs
