@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 
 from engine.execution.disk_store import DiskStore
-from engine.execution.grammar import GrammarCompiler, SequenceGrammars, read_tokenizer
+from engine.execution.grammar import GrammarCompiler, read_tokenizer
 from engine.execution.inputs import PromptChunk, SequenceRecords, make_batch, remember_tokens
 from engine.execution.kv_cache import CACHE_DTYPE, GIB, KvCache, bytes_per_block, size_host, size_pool
 from engine.execution.logprobs import logprobs_of
 from engine.execution.offload import DISK_KINDS, CpuBlockCopier, Offload, allocate_host_memory
 from engine.execution.sampler import sample_step
+from engine.execution.sequence_grammars import SequenceGrammars
 from engine.execution.warm_up import WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs

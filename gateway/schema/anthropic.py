@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.schema.body import decode_object
 from gateway.schema.chat import ChatRequest
-from gateway.schema.messages import MAX_MESSAGES
+from gateway.schema.messages import readers_of
 from gateway.schema.options import MAX_MAX_TOKENS, RequestLimits
 from gateway.schema.reader import MAX_LABEL_CHARS, FieldReader
 from gateway.schema.translation import Translation
@@ -93,15 +93,7 @@ def _read_messages(reader: FieldReader, chat: Translation) -> None:
     value = reader.take("messages")
     if value is None:
         reader.refuse("messages", "is missing; send a list of messages")
-    if not isinstance(value, list):
-        reader.refuse("messages", f"must be a list of messages, got {kind(value)}")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        reader.refuse("messages", f"must hold 1 to {MAX_MESSAGES} messages, got {len(value)}")
-    for index, message in enumerate(value):
-        path = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise InvalidField(path, f"must be an object with role and content, got {kind(message)}")
-        inner = FieldReader(message, path + ".")
+    for path, inner in readers_of(value, "messages"):
         role = inner.take("role")
         if role not in _ROLES:
             inner.refuse("role", f"must be one of {', '.join(_ROLES)}, got {short(repr(role))}")

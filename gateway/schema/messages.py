@@ -1,6 +1,7 @@
 """The messages of a chat."""
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from gateway.chat_template import ROLES, ChatMessage, ToolCall
@@ -16,20 +17,27 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def read_messages(reader: FieldReader) -> tuple[ChatMessage, ...]:
     """messages: 1 to 10,000 objects with role and content."""
     value = reader.take("messages")
+    return tuple(_read_message(message) for _, message in readers_of(value, "messages"))
+
+
+def readers_of(value: object, name: str, what: str = "a list of messages") -> Iterator[tuple[str, FieldReader]]:
+    """The path of each message in a list of them, and the reader of its fields. Raises InvalidField for what is no list
+    of 1 to MAX_MESSAGES objects. name: of the field. what: may stand there."""
     if not isinstance(value, list):
-        raise InvalidField("messages", f"must be a list of messages, got {kind(value)}")
+        raise InvalidField(name, f"must be {what}, got {kind(value)}")
     if not 1 <= len(value) <= MAX_MESSAGES:
-        raise InvalidField("messages", f"must hold 1 to {MAX_MESSAGES} messages, got {len(value)}")
-    return tuple(_read_message(message, f"messages[{index}]") for index, message in enumerate(value))
+        raise InvalidField(name, f"must hold 1 to {MAX_MESSAGES} messages, got {len(value)}")
+    for index, message in enumerate(value):
+        path = f"{name}[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidField(path, f"must be an object with role and content, got {kind(message)}")
+        yield path, FieldReader(message, path + ".")
 
 
-def _read_message(value: object, path: str) -> ChatMessage:
+def _read_message(reader: FieldReader) -> ChatMessage:
     """role: system (or developer, the same), user, assistant, tool. content: text, or text parts, joined by line
     breaks as in vLLM; an assistant's null is empty text. name: 1 to 64 letters, digits, dots, dashes, underscores.
     An assistant's may have tool_calls and reasoning (or reasoning_content), a tool's has its tool_call_id."""
-    if not isinstance(value, dict):
-        raise InvalidField(path, f"must be an object with role and content, got {kind(value)}")
-    reader = FieldReader(value, path + ".")
     role = reader.take("role")
     if role == "developer":
         role = "system"

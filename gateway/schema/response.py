@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.schema.body import decode_object
 from gateway.schema.chat import ChatRequest
-from gateway.schema.messages import MAX_MESSAGES
+from gateway.schema.messages import readers_of
 from gateway.schema.options import MAX_MAX_TOKENS, RequestLimits
 from gateway.schema.reader import MAX_LABEL_CHARS, FieldReader
 from gateway.schema.translation import Translation
@@ -194,15 +194,7 @@ def _read_input(reader: FieldReader, chat: Translation) -> None:
     if isinstance(value, str):
         chat.add_message({"role": "user", "content": value}, "input")
         return
-    if not isinstance(value, list):
-        reader.refuse("input", f"must be text or a list of messages, got {kind(value)}")
-    if not 1 <= len(value) <= MAX_MESSAGES:
-        reader.refuse("input", f"must hold 1 to {MAX_MESSAGES} messages, got {len(value)}")
-    for index, item in enumerate(value):
-        path = f"input[{index}]"
-        if not isinstance(item, dict):
-            raise InvalidField(path, f"must be an object with role and content, got {kind(item)}")
-        inner = FieldReader(item, path + ".")
+    for path, inner in readers_of(value, "input", "text or a list of messages"):
         item_type = inner.take("type")
         match item_type:
             case None | "message":

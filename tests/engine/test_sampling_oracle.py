@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from engine.execution import runner as runner_module
 from engine.execution.runner import CpuRunner
@@ -17,6 +17,7 @@ from streamkv.config import EngineConfig
 from streamkv.protocol import TokenLogprobs, unpack_floats, unpack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.driven_engine import DrivenEngine
+from tests.support.tiny_models import write_small_llama
 
 BLOCK_SIZE = 4
 NUM_OUTPUT = 16
@@ -34,21 +35,7 @@ PENALTIES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return write_small_llama(path)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -19,10 +18,9 @@ from gateway.streams import EngineFault, Overloaded
 from streamkv.errors import InvalidField
 from tests.support.api_keys import ALICE, keys_with
 from tests.support.running_gateway import MODEL, VOCAB_SIZE, Events, RunningGateway, running_gateway, small_tokenizer
+from tests.support.saying import saying
 from tests.support.scripted_engine import serving
 from tests.support.scripted_executor import ScriptedExecutor
-from tests.support.speaking_executor import SpeakingExecutor
-from tests.support.tool_models import tool_model
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -39,14 +37,6 @@ async def gateway() -> AsyncIterator[RunningGateway]:
     executor = ScriptedExecutor(vocab_size=VOCAB_SIZE, eos_rule=end_after(40))
     with serving(executor, enable_prefix_caching=False) as engine:
         async with running_gateway(engine.endpoint) as running:
-            yield running
-
-
-@asynccontextmanager
-async def saying(text: str, **settings: Any) -> AsyncIterator[RunningGateway]:
-    tokenizer = tool_model("hermes")
-    with serving(SpeakingExecutor(tokenizer, text)) as engine:
-        async with running_gateway(engine.endpoint, lambda: tokenizer, **settings) as running:
             yield running
 
 

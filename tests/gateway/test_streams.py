@@ -7,15 +7,14 @@ import msgspec
 import pytest
 
 from gateway.bounded_writer import BoundedWriter, Outbox
-from gateway.cursor import FROM_START, Cursor, at_token, parse_cursor
+from gateway.cursor import at_token, parse_cursor
 from gateway.deltas import Delta
-from gateway.engine_client import EngineClient
 from gateway.streams import MAX_ENGINE_DEATHS, Ending, Stream, StreamState, Usage
 from streamkv.errors import StreamKVError
 from streamkv.protocol import Attached, Finished, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import eventually, small_tokenizer
-from tests.support.scripted_engine import free_endpoint
+from tests.support.told_stream import new_stream
 
 PROMPT = [10, 11, 12]
 IDS = small_tokenizer().encode("one two three four five six seven")
@@ -73,38 +72,10 @@ class Told:
 
 def begun(told: Told, **state: object) -> Stream:
     """A stream that is submitted to an engine which is not there."""
-    with free_endpoint() as endpoint:
-        engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
-    stream = Stream(
-        engine,
-        small_tokenizer(),
-        told,
-        stream_id=b"s" * 16,
-        arrived=0.0,
-        on_end=lambda _: None,
-        tenant=str(state.get("key", "")),
-    )
+    stream = new_stream(told, str(state.get("key", "")))
     sampling = SamplingParams(seed=1, max_tokens=50, temperature=0.0)
     stream.begin(msgspec.structs.replace(StreamState(sampling, "m"), **state), PROMPT)
-    engine.close()
     return stream
-
-
-def attaching_stream(told: Told, tenant: str = "", known: Cursor = FROM_START) -> Stream:
-    """A stream of another gateway's, whose attach is not yet answered."""
-    with free_endpoint() as endpoint:
-        engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
-    engine.close()
-    return Stream(
-        engine,
-        small_tokenizer(),
-        told,
-        stream_id=b"s" * 16,
-        arrived=0.0,
-        on_end=lambda _: None,
-        tenant=tenant,
-        known=known,
-    )
 
 
 def text(ids: Sequence[int]) -> bytes:
@@ -180,7 +151,7 @@ async def test_a_continuation_is_submitted_and_attached_as_its_owner_s() -> None
     stream = begun(Told(), key="alice", shares_prefix=True)
     submit = stream.submission(8)
     assert submit is not None and (submit.tenant, submit.shares_prefix) == ("alice", True)
-    attaching = attaching_stream(Told(), tenant="alice")
+    attaching = new_stream(Told(), tenant="alice")
     attaching.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, []))
     again = attaching.submission(10)
     assert again is not None and (again.tenant, again.shares_prefix) == ("alice", True)
@@ -200,7 +171,7 @@ async def test_who_attaches_after_a_restart_learns_how_choices_ended_before_it()
     assert submit is not None and submit.finished_choices == [0, 1, 2]
     unknown = [Finished(9, choice, "error", "not known to the engine") for choice in submit.finished_choices]
     other = Told()
-    attaching = attaching_stream(other)
+    attaching = new_stream(other)
     attaching.attached(
         Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, submit.prior_token_ids, unknown)
     )
@@ -215,7 +186,7 @@ async def test_who_attaches_at_a_token_is_told_what_comes_before_it_in_a_part_of
     assert submit is not None
     for num_known in range(len(IDS)):
         told = Told()
-        stream = attaching_stream(told, known=at_token(num_known, "from_token"))
+        stream = new_stream(told, known=at_token(num_known, "from_token"))
         stream.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, [pack_ids(IDS)]))
         parts = [len(IDS)] if num_known == 0 else [num_known, len(IDS) - num_known]
         assert told.sizes == parts and told.text == text(IDS)
@@ -227,7 +198,7 @@ async def test_an_attach_before_the_first_token_loses_nothing_of_what_comes_with
     stream = begun(told, echo=True)
     state = msgspec.msgpack.encode(stream.state)
     if is_new:
-        stream = attaching_stream(told)
+        stream = new_stream(told)
     stream.attached(Attached(9, b"s" * 16, state, pack_ids(PROMPT), 0, [b""]))
     for token_id in IDS:
         stream.push_token(token_id)
@@ -239,7 +210,7 @@ async def test_a_cursor_beyond_the_stream_is_refused_and_the_stream_goes_on() ->
     assert submit is not None
     for cursor in (f"{len(IDS) + 1}", f"{len(IDS)}e", "1,1"):
         told = Told()
-        stream = attaching_stream(told, known=parse_cursor(cursor, "cursor"))
+        stream = new_stream(told, known=parse_cursor(cursor, "cursor"))
         stream.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, [pack_ids(IDS)]))
         assert stream.refusal is not None and stream.refusal.field == "cursor"
         assert stream.started.done() and not stream.ended.done()

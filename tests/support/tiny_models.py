@@ -6,6 +6,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -125,3 +126,22 @@ class PagedSequences:
             num_decodes=sum(len(chunk) == 1 for chunk in chunks.values()),
             sample_rows=torch.tensor(wanted, dtype=torch.int64),
         )
+
+
+def write_small_llama(folder: Path) -> Path:
+    """A Llama with random weights and 320 tokens, as a folder. Large enough weights that its logits differ."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -2,6 +2,7 @@
 
 import json
 
+from gateway.cursor import FROM_START, Cursor
 from gateway.deltas import Delta, TokenLogprob
 from gateway.engine_client import EngineClient
 from gateway.streams import Ending, Outlet, Stream, Usage
@@ -48,7 +49,7 @@ class Told:
         )
 
 
-def new_stream(outlet: Outlet) -> Stream:
+def new_stream(outlet: Outlet, tenant: str = "", known: Cursor = FROM_START) -> Stream:
     """It has no state; its engine is not there."""
     with free_endpoint() as endpoint:
         engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
@@ -60,4 +61,6 @@ def new_stream(outlet: Outlet) -> Stream:
         stream_id=b"s" * 16,
         arrived=0.0,
         on_end=lambda _: None,
+        tenant=tenant,
+        known=known,
     )

@@ -15,8 +15,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 
 from engine.execution import grammar as grammar_module
-from engine.execution.grammar import MAX_CACHED, GrammarCompiler, SequenceGrammars, read_tokenizer
+from engine.execution.grammar import MAX_CACHED, GrammarCompiler, read_tokenizer
 from engine.execution.sampler import NO_TOKEN, SampledRow, sample_step
+from engine.execution.sequence_grammars import SequenceGrammars
 from engine.execution.token_masks import TokenMasks
 from engine.plan import NewSequence, StepPlan
 from streamkv.errors import InvalidField, ModelError

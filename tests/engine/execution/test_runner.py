@@ -19,6 +19,7 @@ from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError, ModelError
 from streamkv.protocol import ModelFacts, pack_ids
 from streamkv.sampling import SamplingParams
+from tests.support.tiny_models import write_small_llama
 
 BLOCK_SIZE = 4
 
@@ -26,21 +27,7 @@ BLOCK_SIZE = 4
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_small_llama(folder)
 
 
 def ignore(stage: str, percent: float) -> None:
