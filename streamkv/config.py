@@ -17,6 +17,10 @@ from streamkv.errors import ConfigError
 from streamkv.settings import Kind, Rule, Value, check, choose, settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["none", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
@@ -51,8 +55,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "default"
     served_model_name: Annotated[str, Rule(MODEL, "name that clients see; empty: taken from the model")] = ""
-    device: Annotated[Literal["auto", "cpu"], Rule(MODEL, "where the model runs")] = "auto"
+    device: Annotated[
+        Device, Rule(MODEL, "where the model runs; auto: on the NVIDIA GPU, or on the CPU where there is none")
+    ] = "auto"
     dtype: Annotated[Dtype, Rule(MODEL, "type of weights and activations")] = "auto"
+    load_format: Annotated[
+        LoadFormat, Rule(MODEL, "dummy: random weights instead of the model's, of which only config.json is read")
+    ] = "auto"
+    quantization: Annotated[
+        Quantization, Rule(MODEL, "fp8: hold the weights of linear layers as 8-bit floats; GPU only")
+    ] = "none"
+    deterministic: Annotated[
+        bool,
+        Rule(MODEL, "the same bits for a sequence whatever runs beside it, at the cost of some speed; GPU only"),
+    ] = False
+    enforce_eager: Annotated[bool, Rule(MODEL, "launch every kernel by itself instead of CUDA graphs; GPU only")] = (
+        False
+    )
     threads: Annotated[int, Rule(MODEL, "CPU threads for the model; 0: one per core", ge=0, le=1024)] = 0
     max_model_len: Annotated[
         int,
@@ -66,6 +85,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_gib: Annotated[
         float, Rule(MEMORY, "KV memory on a CPU, GiB; float32 in every dtype", gt=0, le=4096)
     ] = 1.0
+    gpu_memory_utilization: Annotated[
+        float, Rule(MEMORY, "share of the GPU's memory that the engine takes, weights and all", gt=0, le=1)
+    ] = 0.9
+    kv_cache_dtype: Annotated[
+        KvCacheDtype, Rule(MEMORY, "type of cached keys and values; fp8: 8-bit floats, half the memory; GPU only")
+    ] = "auto"
     block_size: Annotated[int, Rule(MEMORY, "tokens per KV block", ge=1, le=256)] = 16
     max_num_seqs: Annotated[int, Rule(SCHEDULING, "sequences that run at once", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
