@@ -26,12 +26,15 @@ from types import FrameType
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from engine.execution.runner import CpuRunner
+from engine.executor import Executor
 from engine.loop import EngineLoop
 from streamkv import config, log
+from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.log import fields
 
@@ -91,13 +94,35 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             gc.collect()
             gc.freeze()
 
-        loop = EngineLoop(settings, CpuRunner(settings), report=display.show, on_loaded=on_loaded)
+        loop = EngineLoop(settings, make_executor(settings), report=display.show, on_loaded=on_loaded)
     except ConfigError as error:
         config.exit_with(error)
     _end_on_signals(loop)
     if environ.get("STREAMKV_EXIT_WITH_PARENT") == "1":
         threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
     return loop.run()
+
+
+def make_executor(settings: EngineConfig) -> Executor:
+    """Whoever computes on settings.device. Raises ConfigError for a device that is not there, or that cannot do what
+    another setting asks for."""
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_gpu:
+        raise ConfigError("device", "is cuda, but PyTorch finds no NVIDIA GPU (or is built without CUDA); cpu works")
+    if settings.device == "cuda" or (settings.device == "auto" and has_gpu):
+        try:
+            from engine.execution.gpu_runner import GpuRunner  # Triton, which an engine on a CPU need not have
+        except ImportError as error:
+            raise ConfigError("device", f"a GPU needs the package triton: install streamkv[gpu] ({error})") from error
+        return GpuRunner(settings, torch.device("cuda", torch.cuda.current_device()))
+    for field, is_asked in (
+        ("quantization", settings.quantization != "none"),
+        ("kv_cache_dtype", settings.kv_cache_dtype != "auto"),
+        ("deterministic", settings.deterministic),
+    ):
+        if is_asked:
+            raise ConfigError(field, "needs an NVIDIA GPU; this engine runs on the CPU")
+    return CpuRunner(settings)
 
 
 def _end_on_signals(loop: EngineLoop) -> None:

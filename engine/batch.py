@@ -36,3 +36,29 @@ class ForwardBatch:
     def output_rows(self) -> torch.Tensor:
         """Those that the last layer goes on with: sample_rows, then prompt_rows."""
         return self.sample_rows if self.prompt_rows is None else torch.cat((self.sample_rows, self.prompt_rows))
+
+
+@dataclass(slots=True)
+class DeviceBatch:
+    """One step's tokens packed flat, with nothing that the host would have to know: a captured graph can read it again.
+
+    The sizes are those of the graph. Sequences behind the last have no query tokens; rows behind the last token are
+    computed like the others, write to block 0, and nobody looks at them.
+    """
+
+    token_ids: torch.Tensor
+    """[num_tokens] int32."""
+    positions: torch.Tensor
+    """[num_tokens] int32, each token's place in its sequence."""
+    slots: torch.Tensor
+    """[num_tokens] int32: block_id * block_size + offset, where each token's KV goes."""
+    query_start_loc: torch.Tensor
+    """[num_seqs + 1] int32: sequence i's queries are rows query_start_loc[i] .. query_start_loc[i + 1]."""
+    seq_lens: torch.Tensor
+    """[num_seqs] int32: KV length of each sequence after this step."""
+    seq_slots: torch.Tensor
+    """[num_seqs] int32: each sequence's row in the tables that outlive the step."""
+    block_tables: torch.Tensor
+    """[max_num_seqs, most blocks] int32, by seq_slot."""
+    has_long: bool
+    """Whether a sequence may have more than a few query tokens. False: each has one, or none."""

@@ -35,6 +35,8 @@ class DeviceLimits:
     """Steps measured while warming up, with their time in seconds: what the latency model is fitted to."""
     host_bytes_per_s: float = 0.0
     """Measured speed of copies between device and host memory; 0: unknown."""
+    token_buckets: list[int] = field(default_factory=list)
+    """Numbers of tokens to which steps with prompts are padded, ascending; none beyond the last."""
 
 
 class Launch(Protocol):

@@ -2,9 +2,10 @@
 
 A request can be what ends the engine. Who it was shows only in what was in flight at that moment, so the streams of
 each launched step stand in a small file beside the socket, mapped into memory: a write is a copy, and what was written
-is there for the next engine however this one ended. That one names them to the gateways, in Ready.
+is there for the next engine however this one ended. That one names them to the gateways, in Ready. Of ranked choices,
+whose tokens nobody gets before the end, it also tells how far they were: coming further is what clears them.
 
-    the file:   number of streams 4, little-endian | stream ids, 16 bytes each
+    the file:   number of streams 4 | per stream: its id 16, tokens of its ranked choices 4     numbers little-endian
 """
 
 import logging
@@ -14,7 +15,7 @@ import stat
 from collections import deque
 from typing import Final
 
-from engine.sequence import Sequence
+from engine.sequence import Request, Sequence
 from streamkv.log import fields
 from streamkv.protocol import STREAM_ID_BYTES
 
@@ -22,21 +23,27 @@ logger = logging.getLogger(__name__)
 
 MAX_STREAMS: Final = 16 * 1024
 _COUNT_BYTES: Final = 4
-_SIZE: Final = _COUNT_BYTES + MAX_STREAMS * STREAM_ID_BYTES
+_ENTRY_BYTES: Final = STREAM_ID_BYTES + 4
+_SIZE: Final = _COUNT_BYTES + MAX_STREAMS * _ENTRY_BYTES
 
 
 class FlightRecord:
     """The record of one engine life, and what the life before has left. Costs a comparison per step while the same
-    sequences run."""
+    sequences run, and a write per request whose choices are ranked."""
 
     def __init__(self, path: str) -> None:
         """path: empty for none. One that cannot be used is logged: then there are never any suspects."""
-        self.suspects: list[bytes] = []
-        """Streams that the engine before computed when it ended; none after one that was asked to end."""
+        self.suspects: dict[bytes, int] = {}
+        """Streams that the engine before computed when it ended, and the tokens of those whose choices are ranked; none
+        after one that was asked to end."""
+        self.is_successor = False
+        """An engine has run here before."""
         self._in_flight: deque[list[Sequence]] = deque()
         self._written: list[Sequence] = []
         """Whose streams stand in the file, whether or not they count."""
         self._num_written = 0
+        self._ranked: list[tuple[int, Request]] = []
+        """Of these, where the number of their tokens stands, and whose."""
         self._map: mmap.mmap | None = None
         if path:
             try:
@@ -51,6 +58,7 @@ class FlightRecord:
             facts = os.fstat(file)
             if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
                 raise PermissionError(1, "it is not a file that this user alone can write")
+            self.is_successor = facts.st_size > 0
             self.suspects = _streams_of(os.pread(file, _SIZE, 0))
             os.ftruncate(file, _SIZE)
             os.posix_fallocate(file, 0, _SIZE)  # to write where the disk has no room would end the process
@@ -81,16 +89,25 @@ class FlightRecord:
         if self._map is None:
             return
         if sequences and sequences != self._written:
-            ids = list(dict.fromkeys([each.request.stream_id for each in sequences]))[:MAX_STREAMS]
+            requests = list(dict.fromkeys([each.request for each in sequences]))[:MAX_STREAMS]
+            entries = b"".join([request.stream_id + bytes(4) for request in requests])
             self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)  # an end between the two writes suspects nobody
-            self._map[_COUNT_BYTES : _COUNT_BYTES + len(ids) * STREAM_ID_BYTES] = b"".join(ids)
-            self._written, self._num_written = sequences, len(ids)
+            self._map[_COUNT_BYTES : _COUNT_BYTES + len(entries)] = entries
+            self._written, self._num_written = sequences, len(requests)
+            self._ranked = [
+                (_COUNT_BYTES + place * _ENTRY_BYTES + STREAM_ID_BYTES, request)
+                for place, request in enumerate(requests)
+                if request.sampling.ranks_choices
+            ]
+        if sequences:
+            for start, request in self._ranked:
+                self._map[start : start + 4] = request.num_ranked_tokens.to_bytes(4, "little")
         self._map[:_COUNT_BYTES] = (self._num_written if sequences else 0).to_bytes(_COUNT_BYTES, "little")
 
 
-def _streams_of(data: bytes) -> list[bytes]:
+def _streams_of(data: bytes) -> dict[bytes, int]:
     count = int.from_bytes(data[:_COUNT_BYTES], "little")
-    if count > MAX_STREAMS or len(data) < _COUNT_BYTES + count * STREAM_ID_BYTES:
-        return []
-    starts = range(_COUNT_BYTES, _COUNT_BYTES + count * STREAM_ID_BYTES, STREAM_ID_BYTES)
-    return [data[start : start + STREAM_ID_BYTES] for start in starts]
+    if count > MAX_STREAMS or len(data) < _COUNT_BYTES + count * _ENTRY_BYTES:
+        return {}
+    entries = [data[start : start + _ENTRY_BYTES] for start in range(_COUNT_BYTES, len(data), _ENTRY_BYTES)][:count]
+    return {entry[:STREAM_ID_BYTES]: int.from_bytes(entry[STREAM_ID_BYTES:], "little") for entry in entries}

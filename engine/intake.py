@@ -62,6 +62,7 @@ def to_request(
         prior_token_ids=priors,
         finished_choices=_checked_finished(submit),
         prior_logprobs=_checked_logprobs(submit, priors, model.vocab_size),
+        cleared_past=submit.ranked_tokens,
         shares_prefix=submit.shares_prefix,
         packed_prompt=submit.prompt_token_ids,
     )

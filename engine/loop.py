@@ -6,6 +6,7 @@ the loader when the model is there, a signal that asks for the end.
 
 import logging
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +41,7 @@ from streamkv.protocol import (
     GetStats,
     Heartbeat,
     Hello,
+    Keep,
     Loading,
     Pause,
     Ready,
@@ -62,6 +64,8 @@ DEFAULT_DRAIN_S: Final = 30.0
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
+_CLOSE_LIMIT_S: Final = 5.0
+"""What it may take to close a device that has failed."""
 _FLUSH_LIMIT_S: Final = 4.0
 """What writing the cache to disk may take at the end; the supervisor kills an engine that takes ten seconds."""
 
@@ -166,9 +170,25 @@ class EngineLoop:
                 self._flight.close()
             self._socket.close()
             if not loader.is_alive:
-                self._executor.close()
+                self._close_executor()
         assert self._exit_code is not None
         return self._exit_code
+
+    def _close_executor(self) -> None:
+        """A device at fault may answer nothing more, or fail in every call: it is left to the end of the process."""
+        if self._exit_code != EXIT_FAULT:
+            self._executor.close()
+            return
+
+        def close() -> None:
+            try:
+                self._executor.close()
+            except Exception as error:
+                logger.warning("the device could not be closed", extra=fields(error=str(error)))
+
+        closing = threading.Thread(target=close, name="closing", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_LIMIT_S)
 
     # Loading
 
@@ -208,7 +228,7 @@ class EngineLoop:
                 self._inbox.refuse(gateway_id, "not_ready", f"the engine is not ready: {progress.stage}")
             case Drain():
                 self._exit_code = EXIT_ASKED
-            case Heartbeat():
+            case Heartbeat() | Keep():
                 pass
 
     def _begin(self, loader: Loader) -> None:
@@ -240,7 +260,9 @@ class EngineLoop:
             ageing_s=self._config.ageing_s,
             itl_target_s=self._config.itl_target_ms / 1000,
         )
-        self._latency = LatencyModel(limits.step_samples, limits.block_bytes, limits.host_bytes_per_s)
+        self._latency = LatencyModel(
+            limits.step_samples, limits.block_bytes, limits.host_bytes_per_s, limits.token_buckets
+        )
         self._scheduler = Scheduler(scheduler_limits, self._blocks, self._clock, self._latency)
         self._requests = Requests(
             self._config,
@@ -253,6 +275,7 @@ class EngineLoop:
             self._stats,
             self._clock,
             lambda grammar: self._executor.compile_grammar(grammar, self._socket.wake),
+            is_successor=self._flight.is_successor,
         )
         self._snapshots = Snapshots(self._stats, self._scheduler, self._blocks, self._publisher, self._clock)
         self._ready = Ready(
@@ -263,7 +286,9 @@ class EngineLoop:
             num_blocks=limits.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            suspects=self._flight.suspects,
+            suspects=list(self._flight.suspects),
+            suspects_tokens=list(self._flight.suspects.values()),
+            max_attach_grace_s=self._config.max_attach_grace_s,
         )
         self._inbox.send_all(self._ready)
         logger.info(
@@ -286,10 +311,11 @@ class EngineLoop:
         Never spins: it sleeps until a message, a finished step or transfer, or the next thing that a clock makes due.
         """
         while self._exit_code is None:
-            self._socket.wait(self._wait_s())
+            has_frame = self._socket.wait(self._wait_s())
             self._requests.take_compiled()
-            for gateway_id, message in self._inbox.receive():
-                self._handle(gateway_id, message)
+            if has_frame:
+                for gateway_id, message in self._inbox.receive():
+                    self._handle(gateway_id, message)
             while self._in_flight and self._in_flight[0][0].is_done:
                 self._collect(*self._in_flight.popleft())
             self._finish_transfers()
@@ -446,6 +472,8 @@ class EngineLoop:
                 requests.pause(gateway_id, message)
             case Attach():
                 requests.attach(gateway_id, message)
+            case Keep():
+                requests.keep(gateway_id, message)
             case GetStats():
                 self._inbox.send(gateway_id, self._figures(message.query_id))
             case GetSnapshot():

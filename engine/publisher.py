@@ -247,6 +247,25 @@ class Publisher:
         self._by_address[request.gateway_id, request.request_id] = stream
         self.num_live += 1
 
+    def keep(self, remains: Attached, tenant: str, grace_s: float, now_s: float) -> None:
+        """Take in a stream that ended under an earlier engine, if none of its name is there."""
+        if remains.stream_id in self._streams:
+            return
+        stream = Stream(
+            stream_id=remains.stream_id,
+            gateway_state=remains.gateway_state,
+            prompt_token_ids=remains.prompt_token_ids,
+            attach_grace_s=grace_s,
+            request=None,
+            tenant=tenant,
+            ended_tokens=dict(enumerate(remains.token_ids)),
+            finished={end.choice: end for end in remains.finished},
+            logprobs={choice: KeptLogprobs(values) for choice, values in enumerate(remains.logprobs)},
+            prompt_logprobs=None if remains.prompt_logprobs is None else KeptLogprobs(remains.prompt_logprobs),
+        )
+        self._streams[stream.stream_id] = stream
+        self._keep_ended(stream, now_s)
+
     def withdraw(self, request: Request) -> None:
         """A live stream of which nothing was sent is not taken up after all; nobody is told here."""
         del self._streams[request.stream_id]
@@ -429,7 +448,10 @@ class Publisher:
         stream.request = None
         if stream.attach_grace_s <= 0:
             del self._streams[stream.stream_id]
-            return
+        else:
+            self._keep_ended(stream, now_s)
+
+    def _keep_ended(self, stream: Stream, now_s: float) -> None:
         self._ended[stream.stream_id] = stream
         self.kept_bytes += stream.num_bytes
         self._expire_at(stream, now_s + stream.attach_grace_s)

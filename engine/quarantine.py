@@ -3,6 +3,9 @@
 Whoever computes beside a request that ends the engine is as suspect as that one. So after two such ends a gateway asks
 for its suspects to run alone: what else lives stands aside, and what comes waits, until the suspect has a token, which
 clears it, or has ended. If the engine ends once more, it is known who it was.
+
+Where choices are ranked nobody gets a token before the end, and a new engine begins with none: such a suspect runs
+alone until it has come further than at any of those ends.
 """
 
 from collections import deque
@@ -38,7 +41,7 @@ class Quarantine:
         """The suspect that has its turn has a token, has ended, or stands aside for its reader → who may run now: the
         next one, or all that have waited. None while its turn goes on."""
         first = self._suspects[0]
-        if not (first.first_token_s or first.is_finished or first.is_paused):
+        if not (_is_cleared(first) or first.is_finished or first.is_paused):
             return None
         self._suspects.popleft()
         while self._suspects and self._suspects[0].is_finished:
@@ -47,3 +50,9 @@ class Quarantine:
             return [self._suspects[0]]
         waiting, self._waiting = self._waiting, []
         return waiting
+
+
+def _is_cleared(request: Request) -> bool:
+    if request.sampling.ranks_choices:
+        return request.num_ranked_tokens > request.cleared_past
+    return request.first_token_s > 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine.inbox import Inbox
-from engine.intake import MAX_REQUEST_ID, to_request
+from engine.intake import MAX_GATEWAY_STATE_BYTES, MAX_REQUEST_ID, to_request
 from engine.publisher import NO_GATEWAY, Publisher, Stream
 from engine.quarantine import Quarantine
 from engine.scheduling.drain import predict_drain_s
@@ -22,7 +22,7 @@ from engine.stats import EngineStats
 from streamkv.config import EngineConfig
 from streamkv.errors import InvalidField
 from streamkv.log import fields
-from streamkv.protocol import Abort, Attach, ModelFacts, Pause, Rejected, Resume, Submit
+from streamkv.protocol import STREAM_ID_BYTES, Abort, Attach, Keep, ModelFacts, Pause, Rejected, Resume, Submit
 from streamkv.sampling import Grammar
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ _COMPILE_LIMIT_S = 30.0
 """What a grammar may take, the wait for others before it included."""
 _COMPILE_AGAIN_LIMIT_S = 300.0
 """The same for a stream that goes on: it has compiled before, and after an engine's start all do so at once."""
+_SUCCESSION_S = 5.0
+"""So long after its start an engine that follows another may be brought streams by gateways that come a little late."""
 _UNKNOWN_OUTPUT = 128
 """Tokens that a choice is expected to generate while none has ended."""
 
@@ -54,8 +56,11 @@ class Requests:
         stats: EngineStats,
         clock: Callable[[], float],
         compile_grammar: Callable[[Grammar], Future[object]],
+        *,
+        is_successor: bool = False,
     ) -> None:
-        """compile_grammar: as Executor's; it wakes the loop, which then calls take_compiled."""
+        """compile_grammar: as Executor's; it wakes the loop, which then calls take_compiled. is_successor: an engine
+        ran here before."""
         self._config = config
         self._model = model
         self._scheduler = scheduler
@@ -67,6 +72,7 @@ class Requests:
         self._clock = clock
         self._compile_grammar = compile_grammar
         self._quarantine = Quarantine()
+        self._succession_s = clock() + _SUCCESSION_S if is_successor else 0.0
         self._compiling: list[tuple[Request, Future[object], float]] = []
         """Held until their grammars are there, with the time until which they may be."""
         self.ended: list[SequenceOutput] = []
@@ -123,7 +129,7 @@ class Requests:
                 logger.warning("a request runs alone", extra=fields(stream_id=request.stream_id))
                 self._reconsider_all()
             self._stats.counters["prompt_tokens_total"] += len(request.prompt_token_ids)
-            if gateway_id in self._over_limit:
+            if gateway_id in self._over_limit and not request.sampling.ranks_choices:
                 self._scheduler.pause(request)
 
     def _begin_compiling(self, request: Request, grammar: Grammar) -> None:
@@ -231,7 +237,9 @@ class Requests:
         is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
         if stream is None or stream.tenant != attach.tenant or not (stream.attach_grace_s > 0 or is_own):
             text = "no such stream, or it may not be attached to"
-            self._reject(gateway_id, attach.request_id, "unknown_stream", text)
+            may_come = stream is None and self._clock() < self._succession_s
+            retry_after_s = _SHORTEST_RETRY_S if may_come else 0.0
+            self._reject(gateway_id, attach.request_id, "unknown_stream", text, retry_after_s=retry_after_s)
             return
         if not 0 <= attach.request_id <= MAX_REQUEST_ID:
             text = f"must be between 0 and {MAX_REQUEST_ID}, got {attach.request_id}"
@@ -248,6 +256,20 @@ class Requests:
         self._stats.counters["streams_attached_total"] += 1
         if stream.request is not None:
             self._pause_or_resume(stream.request, stream)
+
+    def keep(self, gateway_id: bytes, keep: Keep) -> None:
+        """Its gateway had a stream's end from the engine before this one."""
+        remains, grace_s = keep.remains, min(keep.grace_s, self._config.max_attach_grace_s)
+        num_choices = len(remains.token_ids)
+        is_whole = len(remains.stream_id) == STREAM_ID_BYTES and remains.from_token == 0
+        are_choices = all(0 <= end.choice < num_choices for end in remains.finished) and len(remains.logprobs) in (
+            0,
+            num_choices,
+        )
+        if not (is_whole and are_choices and len(remains.gateway_state) <= MAX_GATEWAY_STATE_BYTES):
+            self._inbox.refuse(gateway_id, "undecodable", "Keep.remains is not the whole of a stream")
+        elif grace_s > 0:  # false for NaN, too
+            self._publisher.keep(remains, keep.tenant, grace_s, self._clock())
 
     def greet(self, gateway_id: bytes) -> None:
         """A gateway has said Hello: what was on its way over an older connection is not waited for."""
@@ -311,8 +333,9 @@ class Requests:
 
     def _pause_or_resume(self, request: Request, stream: Stream) -> None:
         """A request stands aside while its reader is slow, or its gateway has too much unacknowledged; one without a
-        gateway has neither. And while another runs alone."""
-        is_attended = request.gateway_id != NO_GATEWAY
+        gateway has neither, and one whose choices are ranked has nothing to read before its end. And while another runs
+        alone."""
+        is_attended = request.gateway_id != NO_GATEWAY and not request.sampling.ranks_choices
         must_pause = self._quarantine.excludes(request) or (
             is_attended and (stream.is_reader_slow or request.gateway_id in self._over_limit)
         )

@@ -115,6 +115,8 @@ class Request:
     tells_prompt: bool = False
     """Log probabilities of the prompt are asked for, and no step has yet computed its last token: until then whoever
     computes it does so from the first one, whatever is cached. Kept by the scheduler."""
+    cleared_past: int = 0
+    """Where its choices are ranked: it may be what ends the engine until they have more tokens."""
     shares_prefix: bool = False
     """Its prefixes are those of all who share, not its tenant's own."""
     packed_prompt: bytes = b""
@@ -134,6 +136,14 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self.sequences)
+
+    @property
+    def num_ranked_tokens(self) -> int:
+        """The most that one of its sequences has generated in this engine's life, where its choices are ranked; else
+        0."""
+        if not self.sampling.ranks_choices:
+            return 0
+        return max([sequence.num_output for sequence in self.sequences], default=0)
 
     @property
     def prefix_namespace(self) -> tuple[str, str]:

@@ -130,7 +130,8 @@ class _Process:
         self._has_announced = False
 
     def _load_tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(resolve(self._config.model, lambda stage, percent: None), self._config.chat_template)
+        files = resolve(self._config.model, lambda stage, percent: None, with_weights=False)
+        return Tokenizer.load(files, self._config.chat_template)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

@@ -1,14 +1,16 @@
 """Streams that have ended and may still be taken up again, as far as this gateway had them.
 
 The engine keeps them as well, and is asked first. But an engine can end between the end of a stream and the moment when
-its client comes back for the rest, and then what lies here is all that there is.
+its client comes back for the rest, and then what lies here is all that there is. The next engine is given it (Keep), so
+that the client may come back at another gateway, too.
 """
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from streamkv.protocol import Attached
+from streamkv.protocol import Attached, Keep
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 
@@ -18,6 +20,8 @@ class _Ended:
     tenant: str
     remains: Attached
     num_bytes: int
+    until_s: float
+    """On the loop's clock."""
 
 
 class EndedStreams:
@@ -31,17 +35,24 @@ class EndedStreams:
     def keep(self, remains: Attached, tenant: str, grace_s: float) -> None:
         """remains: all of it, as the engine would tell it. Replaces what was kept of the same stream."""
         self._forget(self._streams.get(remains.stream_id))
-        ended = _Ended(tenant, remains, _num_bytes(remains))
+        loop = asyncio.get_running_loop()
+        ended = _Ended(tenant, remains, _num_bytes(remains), loop.time() + grace_s)
         self._streams[remains.stream_id] = ended
         self._num_bytes += ended.num_bytes
         while self._num_bytes > self._max_bytes:
             self._forget(next(iter(self._streams.values())))
-        asyncio.get_running_loop().call_later(grace_s, self._forget, ended)
+        loop.call_at(ended.until_s, self._forget, ended)
 
     def find(self, stream_id: bytes, tenant: str) -> Attached | None:
         """What is kept of its owner's stream."""
         ended = self._streams.get(stream_id)
         return ended.remains if ended is not None and ended.tenant == tenant else None
+
+    def for_next_engine(self) -> Iterator[Keep]:
+        """All that is kept, for as long as it is kept here. From the running loop."""
+        now_s = asyncio.get_running_loop().time()
+        for ended in self._streams.values():
+            yield Keep(ended.remains, ended.tenant, max(0.0, ended.until_s - now_s))
 
     def _forget(self, ended: _Ended | None) -> None:
         """Harmless for one that is gone, or that another has taken the place of."""

@@ -4,8 +4,9 @@ A step costs one frame and, per token, one dictionary look-up and one call: the 
 before the next row is looked at. No task is switched and no future made on that path.
 
 A live request outlasts its engine. When an engine with another epoch is ready, each one is submitted again as prompt
-plus the tokens so far; when only the connection broke, each one is attached again from the first token that is
-missing here. Every submission has a fresh request id, so what an old one still brings is not taken for the new.
+plus the tokens so far, and what has ended and can still be attached to is given to it, too; when only the connection
+broke, each one is attached again from the first token that is missing here. Every submission has a fresh request id, so
+what an old one still brings is not taken for the new.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from gateway.ended_streams import EndedStreams
 from streamkv.errors import StreamKVError, WireDecodeError
 from streamkv.log import fields
 from streamkv.protocol import (
@@ -43,7 +45,7 @@ from streamkv.protocol import (
     encode,
     unpack_ids,
 )
-from streamkv.transport import CurveKeys, GatewaySocket, new_gateway_id
+from streamkv.transport import MAX_FRAME_BYTES, CurveKeys, GatewaySocket, new_gateway_id
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +107,9 @@ class Sink(Protocol):
     def break_off(self) -> None:
         """One of the calls here raised, or what it gave could not be sent: end with an error."""
 
-    def suspected(self) -> None:
-        """The engine that ended was computing it: it may be why."""
+    def suspected(self, num_ranked_tokens: int) -> None:
+        """The engine that ended was computing it: it may be why. num_ranked_tokens: how far its choices had come, where
+        they are ranked, so that nobody was told; else 0."""
 
     def attached(self, attached: Attached) -> None:
         """The engine's answer to an Attach: tokens from `from_token` on, those known already included."""
@@ -167,6 +170,8 @@ class EngineClient:
         self.num_resubmitted = 0
         self.num_tokens = 0
         self.num_bytes = 0
+        self.ended = EndedStreams()
+        """Streams of this gateway that have ended and can still be attached to."""
         self.now = 0.0
         """Loop time when the frame being handed out came in: one clock read for all tokens of a step."""
         self._sinks: dict[int, Sink] = {}
@@ -522,10 +527,10 @@ class EngineClient:
                 self._socket.send(encode(Abort(request_id, cause)))
         self._unsent_aborts.clear()
         unsent, self._unsent = self._unsent, set()
-        suspects = set(ready.suspects) if is_new else ()
+        suspects = dict.fromkeys(ready.suspects, 0) | dict(zip(ready.suspects, ready.suspects_tokens, strict=False))
         for sink in list(self._id_by_sink):
-            if sink.stream_id in suspects:
-                sink.suspected()
+            if is_new and sink.stream_id in suspects:
+                sink.suspected(suspects[sink.stream_id])
             if sink in self._attaching:
                 self._send_attach(sink)  # what it knows of a stream it can only have kept itself
             elif is_new or sink in unsent:
@@ -535,6 +540,14 @@ class EngineClient:
             elif self._needs_attach:
                 self._send_attach(sink)
         self._needs_attach = False
+        if is_new:
+            self._send_ended()
+
+    def _send_ended(self) -> None:
+        for keep in self.ended.for_next_engine():
+            frame = encode(keep)
+            if len(frame) <= MAX_FRAME_BYTES:
+                self._socket.send(frame)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sink = self._sinks.get(rejected.request_id)

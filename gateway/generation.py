@@ -14,7 +14,6 @@ from gateway.admission import Admission, UnknownModel
 from gateway.answers import AnswerForm, form_of
 from gateway.auth import Caller
 from gateway.cursor import FROM_START, Cursor
-from gateway.ended_streams import EndedStreams
 from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.metrics import GatewayMetrics
 from gateway.parsers.answer_parser import Parsing
@@ -118,7 +117,6 @@ class Generation:
         self._metrics = metrics
         self._reception = reception
         self._live: dict[bytes, Stream] = {}
-        self._ended = EndedStreams()
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
         self._unattended: set[bytes] = set()
         """Live ones that nobody reads."""
@@ -227,7 +225,7 @@ class Generation:
             is_chat=isinstance(request, ChatRequest),
             cache_salt=options.cache_salt,
             priority=options.priority,
-            attach_grace_s=options.attach_grace_s,
+            attach_grace_s=min(options.attach_grace_s, ready.max_attach_grace_s),
             label=options.request_id or caller.request_id,
             key=caller.name,
             shares_prefix=caller.shares_prefix,
@@ -313,7 +311,7 @@ class Generation:
             asyncio.get_running_loop().time(),
             known=known,
             tenant=caller.name,
-            inherits=old.remains() if old is not None else self._ended.find(stream_id, caller.name),
+            inherits=old.remains() if old is not None else self._engine.ended.find(stream_id, caller.name),
         )
         self._reception.joined(stream, caller)
         try:
@@ -449,7 +447,7 @@ class Generation:
         metrics.num_output_tokens += max(0, num_output - stream.num_inherited)
         state = stream.state
         if state is not None and state.attach_grace_s and stream.has_ended_by_itself:
-            self._ended.keep(stream.remains(), stream.tenant, state.attach_grace_s)
+            self._engine.ended.keep(stream.remains(), stream.tenant, state.attach_grace_s)
         reason = stream.endings[0].finish_reason if stream.endings else "error"
         cause = stream.endings[0].cause if stream.endings else ""
         metrics.outcomes[reason] += 1

@@ -118,7 +118,7 @@ class SseOutlet:
         )
         event: bytes | None = None
         if is_plain:
-            if delta.text:
+            if delta.text or delta.token_ids:
                 event = self._heads[choice] + delta.text + self._tail
         elif delta.prompt_logprobs is None or not self._form.is_chat or not self._has_told_prompt:
             self._has_told_prompt = self._has_told_prompt or delta.prompt_logprobs is not None

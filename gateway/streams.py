@@ -35,6 +35,9 @@ from streamkv.sampling import SamplingParams
 MAX_ENGINE_DEATHS: Final = 3
 """A stream that the engine was computing at so many of its ends, and that got no token between them, is failed: it is
 what ends it. At the last but one it is run alone before."""
+MAX_DEATHS_BEHIND: Final = 8
+"""Ends of the engine in a row that do not count, since ranked choices had been further before without one."""
+_STEPS_IN_FLIGHT: Final = 2
 _OWN_ENDS: Final = ("stop", "length")
 """Reasons for which a choice ends by itself, and so has had its prompt."""
 
@@ -251,7 +254,8 @@ class Stream:
         self._stopped: list[int] = []
         """Choices that ended here, by a stop string, and go on in the engine, which has not been told."""
         self._num_deaths = 0
-        """Ends of the engine since its newest token, at which it was being computed."""
+        """Ends of the engine since its newest token, at which it was being computed, and may be what ended it."""
+        self._num_deaths_behind = 0
         self._num_tokens_at_death = -1
         self._is_done = False
         self._reasons_to_pause: set[str] = set()
@@ -385,6 +389,7 @@ class Stream:
             shares_prefix=state.shares_prefix,
             prior_logprobs=self._prior_logprobs() if has_prior and self._wants_logprobs else [],
             runs_alone=self._num_deaths == MAX_ENGINE_DEATHS - 1,
+            ranked_tokens=max(0, self._num_tokens_at_death) if state.sampling.ranks_choices else 0,
         )
 
     def _prior_logprobs(self) -> list[TokenLogprobs]:
@@ -394,9 +399,17 @@ class Stream:
 
     # What the wire brings
 
-    def suspected(self) -> None:
-        self._num_deaths = 1 if self._num_tokens > self._num_tokens_at_death else self._num_deaths + 1
-        self._num_tokens_at_death = self._num_tokens
+    def suspected(self, num_ranked_tokens: int) -> None:
+        """No token comes of ranked choices before their end, and they begin again in each engine. What ends one does so
+        at the same place each time; where they have been past it they did not."""
+        num_tokens = max(self._num_tokens, num_ranked_tokens)
+        if num_tokens > self._num_tokens_at_death:
+            self._num_deaths, self._num_deaths_behind = 1, 0
+        elif num_tokens < self._num_tokens_at_death - _STEPS_IN_FLIGHT and self._num_deaths_behind < MAX_DEATHS_BEHIND:
+            self._num_deaths_behind += 1
+        else:
+            self._num_deaths += 1
+        self._num_tokens_at_death = max(num_tokens, self._num_tokens_at_death)
 
     def hit(self, num_cached_tokens: int) -> None:
         self.num_cached = max(self.num_cached, num_cached_tokens)
@@ -476,6 +489,10 @@ class Stream:
             self._fail(EngineUnavailable(message or "the engine is about to end", rejected.retry_after_s))
         elif rejected.code == "unknown_stream" and self._inherits is not None:
             self._go_on_from(self._inherits)
+        elif rejected.code == "unknown_stream" and rejected.retry_after_s:
+            self._fail(
+                EngineUnavailable("a new engine does not know this stream yet; try again", rejected.retry_after_s)
+            )
         elif rejected.code == "unknown_stream":
             self._fail(UnknownStream(message))
         else:

@@ -15,7 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Final, Literal
 
@@ -47,7 +47,7 @@ class ModelFiles:
     tokenizer_path: Path
     """Where the tokenizer is read from: the folder, or the .gguf file."""
     weight_paths: tuple[Path, ...]
-    """The .safetensors files, or the .gguf file."""
+    """The .safetensors files, or the .gguf file. Empty: the weights are not wanted (`--load-format dummy`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,25 @@ DEFAULT_MODEL: Final = EmbeddedModel(
 )
 
 
-def resolve(model: str, report: ReportProgress) -> ModelFiles:
+def resolve(model: str, report: ReportProgress, with_weights: bool = True) -> ModelFiles:
     """What `--model` means, as files on this machine. Fetches what is missing; may take minutes then.
 
     model: "default", a folder (config.json and *.safetensors), a .gguf file, or a Hugging Face id.
-    Raises ModelError, which says what would work.
+    with_weights: false for who reads the configuration and the tokenizer alone: a folder need not have weights then,
+    and the hub is not asked for them. Raises ModelError, which says what would work.
     """
+    files = _find(model, report, with_weights)
+    return files if with_weights else replace(files, weight_paths=())
+
+
+def _find(model: str, report: ReportProgress, with_weights: bool) -> ModelFiles:
     if model == "default":
         return fetch_embedded(DEFAULT_MODEL, cache_folder(), report)
     if not model:
         raise ModelError("the model's name is empty; pass a folder, a .gguf file, a Hugging Face id or `default`")
     path = Path(model).expanduser()
     if path.is_dir():
-        return _from_folder(path, path.resolve().name)
+        return _from_folder(path, path.resolve().name, with_weights)
     if path.is_file():
         return _from_gguf(path)
     if not _HUB_ID.fullmatch(model) or model.endswith((".gguf", ".safetensors")):
@@ -98,7 +104,7 @@ def resolve(model: str, report: ReportProgress) -> ModelFiles:
             f"{model!r} does not exist; pass a folder with config.json and *.safetensors, a .gguf file, "
             "a Hugging Face id (owner/name) or `default` for the built-in model"
         )
-    return _from_hub(model, report)
+    return _from_hub(model, report, with_weights)
 
 
 def cache_folder() -> Path:
@@ -266,11 +272,13 @@ _WHY_NO_PICKLE: Final = (
 )
 
 
-def _from_folder(path: Path, name: str) -> ModelFiles:
+def _from_folder(path: Path, name: str, with_weights: bool) -> ModelFiles:
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0].name}: pass that file itself" if ggufs else ""
         raise ModelError(f"{path} has no config.json, so it is no model folder{hint}")
+    if not with_weights:
+        return ModelFiles("folder", path, name, path, ())
     index = path / INDEX_NAME
     if index.is_file():
         weights = [path / file_name for file_name in _indexed_files(index)]
@@ -300,25 +308,26 @@ def _indexed_files(index: Path) -> list[str]:
     return names
 
 
-def _from_hub(model: str, report: ReportProgress) -> ModelFiles:
+def _from_hub(model: str, report: ReportProgress, with_weights: bool) -> ModelFiles:
     import huggingface_hub
 
     report(f"downloading {model}", 0.0)
+    ignored = _HUB_IGNORED if with_weights else [*_HUB_IGNORED, "*.safetensors"]
     try:
-        folder = huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+        folder = huggingface_hub.snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=ignored)
     except Exception as error:  # network, name, access and disk faults come as types of several libraries
         cached = huggingface_hub.try_to_load_from_cache(model, "config.json") if _HUB_ID.fullmatch(model) else None
         if isinstance(cached, str):
             # Another program fetched it, perhaps without files that we ask for and do not need.
             report(f"using the cached copy of {model}", 100.0)
-            return _from_folder(Path(cached).parent, model)
+            return _from_folder(Path(cached).parent, model, with_weights)
         raise ModelError(
             f"could not fetch {model!r} from the Hugging Face hub ({_first_line(error)}); check the name (owner/name), "
             "the network and, for a model that asks for consent, HF_TOKEN; or pass a local folder or .gguf file, "
             "or `default` for the built-in model"
         ) from error
     report(f"downloading {model}", 100.0)
-    return _from_folder(Path(folder), model)
+    return _from_folder(Path(folder), model, with_weights)
 
 
 def _first_line(error: Exception) -> str:

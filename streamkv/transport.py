@@ -258,12 +258,19 @@ class EngineSocket:
             raise
         return True
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until a frame is there, `wake` was called since the last wait, or the time is over."""
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a frame is there, `wake` was called since the last wait, or the time is over. Whether a frame is
+        there."""
+        has_frame = False
         for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))):
-            if ready == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake_fd)
+            if ready != self._wake_fd:
+                has_frame = True
+                continue
+            try:
+                os.eventfd_read(self._wake_fd)
+            except BlockingIOError:
+                pass
+        return has_frame
 
     def wake(self) -> None:
         """End the present or the next `wait`. From any thread, and from a signal handler."""

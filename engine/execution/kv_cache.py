@@ -1,23 +1,34 @@
 """The tensors behind the KV blocks, and how many blocks fit."""
 
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engine.models.config import ModelConfig
-from streamkv.config import EngineConfig
+from streamkv.config import EngineConfig, KvCacheDtype
 from streamkv.errors import ConfigError
 from streamkv.log import fields
 
+if TYPE_CHECKING:
+    from engine.execution.block_copies import DeviceBlockCopies
+
 GIB = 2**30
+CPU = torch.device("cpu")
 
 CACHE_DTYPE = torch.float32
-"""Whatever the weights' dtype: attention on a CPU computes in float32, and converting a narrower cache at every step
-costs more than reading a wider one. So a token takes twice the memory that a bfloat16 cache would take."""
+"""On a CPU, whatever the weights' dtype: attention computes in float32 there, and converting a narrower cache at every
+step costs more than reading a wider one. So a token takes twice the memory that a bfloat16 cache would take."""
 
 _AVAILABLE_SHARE = 0.9
 """Of the memory that this process could still have, the most that the pool takes."""
+
+_ALIGNMENT = 64
+"""Bytes of a CPU's cache line, as PyTorch aligns its own memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,24 +42,26 @@ class PoolSize:
     max_model_len: int
 
 
-def bytes_per_block(model: ModelConfig, block_size: int) -> int:
+def resolve_cache_dtype(name: KvCacheDtype, weights_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What `--kv-cache-dtype` means. Raises ConfigError for fp8 on a CPU."""
+    if device.type == "cpu":
+        if name == "fp8":
+            raise ConfigError("kv_cache_dtype", "fp8 needs a GPU; a CPU's cache is float32, use auto")
+        return CACHE_DTYPE
+    return torch.float8_e4m3fn if name == "fp8" else weights_dtype
+
+
+def bytes_per_block(model: ModelConfig, block_size: int, dtype: torch.dtype = CACHE_DTYPE) -> int:
     """Keys and values of block_size tokens in all layers."""
-    return 2 * model.num_layers * block_size * model.num_kv_heads * model.head_dim * CACHE_DTYPE.itemsize
+    return 2 * model.num_layers * block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
 def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | None) -> PoolSize:
-    """How many blocks kv_cache_memory_gib buys, and the longest sequence that they hold.
+    """How many blocks kv_cache_memory_gib buys on a CPU, and the longest sequence that they hold.
 
     available_bytes: memory that this process could still have; None: unknown. A wish over it is cut, and logged.
-    A limit that comes from the model is lowered to what fits, and logged; one that the user has set is not touched.
-    Raises ConfigError when not one sequence of max_model_len tokens fits, and says which length would.
+    Else as fit_pool.
     """
-    model_limit = model.max_position_embeddings
-    if config.max_model_len > model_limit:
-        raise ConfigError(
-            "max_model_len", f"is {config.max_model_len}, but the model has {model_limit} positions; use at most that"
-        )
-    block_bytes = bytes_per_block(model, config.block_size)
     budget_bytes = int(config.kv_cache_memory_gib * GIB)
     if available_bytes is not None and budget_bytes > available_bytes * _AVAILABLE_SHARE:
         budget_bytes = int(available_bytes * _AVAILABLE_SHARE)
@@ -56,34 +69,84 @@ def size_pool(config: EngineConfig, model: ModelConfig, available_bytes: int | N
             "less KV memory than asked for: the machine, or the limit on this process, has no more",
             extra=fields(asked_gib=config.kv_cache_memory_gib, taken_gib=budget_bytes / GIB),
         )
-    wanted_len = config.max_model_len or model_limit
-    blocks_per_sequence = -(-wanted_len // config.block_size)
-    # More than every sequence at its longest can never be used.
-    num_blocks = min(budget_bytes // block_bytes, config.max_num_seqs * blocks_per_sequence + 1)
+
+    def way_to(num_bytes: int) -> str:
+        return f"raise kv_cache_memory_gib to {rounded_up(num_bytes / GIB)}"
+
+    block_bytes = bytes_per_block(model, config.block_size)
+    return fit_pool(config, model, block_bytes, budget_bytes, "kv_cache_memory_gib", way_to)
+
+
+def wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest sequence that is asked for. Raises ConfigError for one over the model's positions."""
+    model_limit = model.max_position_embeddings
+    if config.max_model_len > model_limit:
+        raise ConfigError(
+            "max_model_len", f"is {config.max_model_len}, but the model has {model_limit} positions; use at most that"
+        )
+    return config.max_model_len or model_limit
+
+
+def most_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """More than every sequence at its longest can never be used."""
+    return config.max_num_seqs * -(-wanted_length(config, model) // config.block_size) + 1
+
+
+def fit_pool(
+    config: EngineConfig,
+    model: ModelConfig,
+    block_bytes: int,
+    budget_bytes: int,
+    field: str,
+    way_to: Callable[[int], str],
+) -> PoolSize:
+    """How many blocks budget_bytes hold, and the longest sequence that they hold.
+
+    field: the setting that buys memory. way_to: what gives so many bytes of KV memory, as an imperative.
+    A limit that comes from the model is lowered to what fits, and logged; one that the user has set is not touched.
+    Raises ConfigError when not one sequence of max_model_len tokens fits, and says which length would.
+    """
+    wanted_len = wanted_length(config, model)
+    num_blocks = min(max(0, budget_bytes) // block_bytes, most_blocks(config, model))
     fitting_len = (num_blocks - 1) * config.block_size
     if fitting_len >= wanted_len:
         return PoolSize(num_blocks, wanted_len)
-    needed_gib = (blocks_per_sequence + 1) * block_bytes / GIB
+    budget_gib = max(0, budget_bytes) / GIB
+    needed_bytes = (-(-wanted_len // config.block_size) + 1) * block_bytes
     if fitting_len < 2:
         # A prompt of one token and one more: the least that can be served.
+        least_bytes = (-(-2 // config.block_size) + 1) * block_bytes
         raise ConfigError(
-            "kv_cache_memory_gib",
-            f"{budget_bytes / GIB:.3g} GiB hold no sequence at all; {2 * block_bytes / GIB:.3g} hold one of "
-            f"{config.block_size} tokens, {needed_gib:.3g} one of {wanted_len}",
+            field,
+            f"{budget_gib:.3g} GiB of KV memory hold no sequence at all; {rounded_up(least_bytes / GIB)} hold one of "
+            f"{max(2, config.block_size)} tokens, {rounded_up(needed_bytes / GIB)} one of {wanted_len}: "
+            f"{way_to(least_bytes)} at least",
         )
     if config.max_model_len:
         raise ConfigError(
             "max_model_len",
-            f"{wanted_len} tokens do not fit into {budget_bytes / GIB:.3g} GiB of KV memory; {fitting_len} do. "
-            f"Lower max_model_len to that or raise kv_cache_memory_gib to {needed_gib:.3g}",
+            f"{wanted_len} tokens do not fit into {budget_gib:.3g} GiB of KV memory; {fitting_len} do. "
+            f"Lower max_model_len to that or {way_to(needed_bytes)}",
         )
     logger.warning(
         "sequences are shorter than the model allows: the KV memory holds no more",
         extra=fields(
-            max_model_len=fitting_len, model_limit=model_limit, kv_cache_memory_gib=needed_gib, hint="would hold it all"
+            max_model_len=fitting_len,
+            model_limit=model.max_position_embeddings,
+            hint=f"to hold it all, {way_to(needed_bytes)}",
         ),
     )
     return PoolSize(num_blocks, fitting_len)
+
+
+def rounded_up(number: float) -> str:
+    """With three digits, and never less than it is: what an error says would work does work."""
+    if number <= 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(number)) - 2)
+    count = math.ceil(number / unit)
+    text = f"{count * unit:.6g}"
+    return text if float(text) >= number else f"{(count + 1) * unit:.6g}"
 
 
 def size_host(config: EngineConfig, block_bytes: int, pool_bytes: int, available_bytes: int | None) -> int:
@@ -116,20 +179,63 @@ def size_host(config: EngineConfig, block_bytes: int, pool_bytes: int, available
 class KvCache:
     """One pair of key and value tensors a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
 
-    def __init__(self, model: ModelConfig, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = CACHE_DTYPE,
+        device: torch.device = CPU,
+    ) -> None:
+        """dtype: float32 on a CPU; on a GPU that of the queries, or float8_e4m3fn."""
         self.num_blocks = num_blocks
         shape = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        # Zeros come from the system untouched, so that a block takes memory only once it is written.
-        self.storage = torch.zeros(shape, dtype=CACHE_DTYPE)
+        self.storage = _zeros(num_blocks * bytes_per_block(model, block_size, dtype), device).view(dtype).view(shape)
         """All of it, in one piece, so that one strided copy moves a block: [num_layers, keys and values, ...]."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
+        self.key_scales: torch.Tensor | None = None
+        """[num_layers, num_kv_heads] float32: what keys of a float8 cache are multiplied by. None for other dtypes."""
+        self.value_scales: torch.Tensor | None = None
+        """The same for values."""
+        if dtype == torch.float8_e4m3fn:
+            self.key_scales = torch.ones(model.num_layers, model.num_kv_heads, device=device)
+            self.value_scales = torch.ones_like(self.key_scales)
+        self._copies: DeviceBlockCopies | None = None
+        if device.type == "cuda":
+            from engine.execution import block_copies  # here, since a CPU's engine runs without Triton
+
+            self._copies = block_copies.DeviceBlockCopies(self.planes)
+
+    @property
+    def planes(self) -> torch.Tensor:
+        """The storage as kernels.copy_blocks takes it: [num_layers * 2, num_blocks, ...]."""
+        return self.storage.flatten(0, 1)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks in every layer: (source, destination). No destination is also a source."""
+        """Copy whole blocks in every layer: (source, destination). No destination is also a source.
+
+        On a GPU it returns at once: the copies stand in the current stream.
+        """
         if not pairs:
+            return
+        if self._copies is not None:
+            self._copies.run(pairs)
             return
         source = torch.tensor([pair[0] for pair in pairs])
         destination = torch.tensor([pair[1] for pair in pairs])
-        for keys, values in self.layers:
-            keys.index_copy_(0, destination, keys.index_select(0, source))
-            values.index_copy_(0, destination, values.index_select(0, source))
+        for layer in self.layers:
+            for half in layer:
+                blocks = half.view(torch.uint8) if half.itemsize == 1 else half  # PyTorch moves no float8 by index
+                blocks.index_copy_(0, destination, blocks.index_select(0, source))
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """[num_bytes] uint8. So nobody meets a NaN in slots that were never written.
+
+    A GPU writes 100 GB of them in 25 ms. On a CPU they are NumPy's, which come from the system untouched: a block takes
+    memory only once it is written.
+    """
+    if device.type == "cuda":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
+    return memory[-memory.data_ptr() % _ALIGNMENT :][:num_bytes]

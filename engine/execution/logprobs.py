@@ -6,7 +6,7 @@ import torch
 
 from streamkv.protocol import TokenLogprobs
 
-_LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 """In place of what is no finite number, which no JSON can tell."""
 
 
@@ -62,7 +62,7 @@ def likeliest_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    return values.nan_to_num(nan=_LOWEST, neginf=_LOWEST, posinf=_LOWEST)
+    return values.nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=LOWEST)
 
 
 def _bytes_of(values: torch.Tensor, dtype: str) -> bytes:

@@ -38,8 +38,20 @@ def allocate_host_memory(num_host_blocks: int, block_bytes: int) -> HostMemory:
     return np.zeros((num_host_blocks + 1, block_bytes), dtype=np.uint8)
 
 
+Mark = torch.cuda.Event | None
+"""A place in the device's work; None: what was asked of it is done already."""
+
+
 class BlockCopier(Protocol):
     """Copies whole blocks between a device and host memory. Returns when they have arrived; one call at a time."""
+
+    def mark(self) -> Mark:
+        """Behind all steps that are launched by now. Called by whoever launches them; returns at once."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Until the device is there. Called where the copies are."""
+        ...
 
     def to_host(self, block_ids: list[int], host_ids: list[int]) -> None: ...
 
@@ -61,6 +73,13 @@ class CpuBlockCopier:
         """[num_blocks, num_layers * 2, bytes]: the storage itself."""
         self._host = host.reshape(len(host), *self._device.shape[1:])
 
+    def mark(self) -> Mark:
+        """The CPU's runner starts a transfer when the steps before it are done."""
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        pass
+
     def to_host(self, block_ids: list[int], host_ids: list[int]) -> None:
         for device, host in self._stretches(block_ids, host_ids):
             self._host[host] = self._device[device]
@@ -74,15 +93,20 @@ class CpuBlockCopier:
 
         Raises ValueError for ids that are no blocks, which slices would pass over in silence.
         """
-        for ids, num_blocks in ((block_ids, len(self._device)), (host_ids, len(self._host))):
-            if len(ids) != len(block_ids) or not all(0 < i < num_blocks for i in ids):
-                raise ValueError(f"{len(block_ids)} blocks between {ids} and others; ids are 1 to {num_blocks - 1}")
+        check_ids(block_ids, len(self._device), host_ids, len(self._host))
         start = 0
         for end in range(1, len(block_ids) + 1):
             is_end = end == len(block_ids)
             if is_end or block_ids[end] != block_ids[end - 1] + 1 or host_ids[end] != host_ids[end - 1] + 1:
                 yield slice(block_ids[start], block_ids[end - 1] + 1), slice(host_ids[start], host_ids[end - 1] + 1)
                 start = end
+
+
+def check_ids(block_ids: list[int], num_blocks: int, host_ids: list[int], num_rows: int) -> None:
+    """Raises ValueError for ids that are no blocks. num_blocks, num_rows: those numbered 0, which none is, included."""
+    for ids, num in ((block_ids, num_blocks), (host_ids, num_rows)):
+        if len(ids) != len(block_ids) or not all(0 < i < num for i in ids):
+            raise ValueError(f"{len(block_ids)} blocks between {ids} and others; ids are 1 to {num - 1}")
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +150,7 @@ class Offload:
         self._finished: deque[TransferResult] = deque()
         self._error: BaseException | None = None
         self._is_closing = False
-        self._copies: queue.SimpleQueue[tuple[Transfer, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._copies: queue.SimpleQueue[tuple[Transfer, Mark, Callable[[], None]] | None] = queue.SimpleQueue()
         self._disk_queue: queue.SimpleQueue[_DiskWork | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Guards what follows, and every access of the disk's thread to host memory."""
@@ -142,12 +166,12 @@ class Offload:
             thread.start()
 
     def start(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
-        """Begin as soon as those before it are done, and return at once. From any thread.
+        """Begin as soon as those before it are done, and return at once.
 
-        For the kinds that touch the device: call it when the steps launched before are done.
+        From any thread, but for the kinds that touch the device from the one that launches steps, behind those before.
         """
         if transfer.kind not in DISK_KINDS:
-            self._copies.put((transfer, on_done))
+            self._copies.put((transfer, self._copier.mark(), on_done))
             return
         assert self._store is not None, "there is no disk tier"
         work = _DiskWork(transfer, on_done)
@@ -174,7 +198,7 @@ class Offload:
     def measure_bytes_per_s(self, num_device_blocks: int) -> float:
         """Time copies down and up again, before the first transfer, with blocks that nobody owns. The fastest counts.
 
-        num_device_blocks: in the pool, block 0 included.
+        num_device_blocks: in the pool, block 0 included. The steps before it are done.
         """
         count = min(_MEASURED_BLOCKS, num_device_blocks - 1, len(self._host) - 1)
         ids = list(range(1, count + 1))
@@ -237,11 +261,12 @@ class Offload:
 
     def _copy(self) -> None:
         while (entry := self._copies.get()) is not None:
-            transfer, on_done = entry
+            transfer, mark, on_done = entry
             if self._is_closing or self._error is not None:
                 continue
-            start_s = self._clock()
             try:
+                self._copier.wait(mark)
+                start_s = self._clock()
                 if transfer.kind is TransferKind.DEVICE_TO_HOST:
                     self._copier.to_host(transfer.block_ids, transfer.host_ids)
                 else:

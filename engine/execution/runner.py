@@ -23,9 +23,8 @@ from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
-from engine.models.decoder import Decoder
 from engine.models.fingerprint import fingerprint
-from engine.models.load import load_model, read_config, resolve_dtype
+from engine.models.load import CausalModel, load_model, read_config, resolve_dtype
 from engine.plan import StepPlan, StepTokens
 from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv import model_files
@@ -88,7 +87,7 @@ class CpuRunner:
         self._config = config
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._model: Decoder | None = None
+        self._model: CausalModel | None = None
         self._cache: KvCache | None = None
         self._store: DiskStore | None = None
         self._offload: Offload | None = None
@@ -116,7 +115,7 @@ class CpuRunner:
         config = self._config
         if config.disk_kv_path:
             self._store = DiskStore(config.disk_kv_path)  # before the weights, since it is here that a wrong path shows
-        files = model_files.resolve(config.model, report)
+        files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
         self._model, _ = load_model(files, dtype, report)

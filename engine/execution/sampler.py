@@ -50,7 +50,7 @@ UNUSABLE_LOGITS = (
 
 _TILE = 256
 """Ids per tile. Maxima and sums of tiles come first: most tiles are never looked at again."""
-_MIN_TEMPERATURE = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Below it the division would overflow; the likeliest token has all the weight long before."""
 _MAX_SORTED = 2048
 """Weights that are sorted at once; of more, those round the threshold are found first."""
@@ -75,7 +75,7 @@ def sample_step(logits: torch.Tensor, rows: list[SampledRow], masks: TokenMasks 
     Rows with log probabilities cost a copy of their logits and two passes over it, beams one pass more than `sample`;
     rows with biases or penalties what penalties.py says; the others what `sample` does.
     """
-    told = [i for i, row in enumerate(rows) if _tells_logprobs(row.sequence.sampling)]
+    told = [i for i, row in enumerate(rows) if tells_logprobs(row.sequence.sampling)]
     own = logits[told] if told else logits  # a copy: the model's own
     beams = [i for i, row in enumerate(rows) if row.sequence.sampling.beam_width]
     log_sums: list[float] = logits[beams].logsumexp(-1).tolist() if beams else []
@@ -102,7 +102,7 @@ def sample_step(logits: torch.Tensor, rows: list[SampledRow], masks: TokenMasks 
     return tokens
 
 
-def _tells_logprobs(sampling: SamplingParams) -> bool:
+def tells_logprobs(sampling: SamplingParams) -> bool:
     return sampling.logprobs >= 0 or (sampling.best_of > sampling.n)
 
 
@@ -189,7 +189,7 @@ def _sample_row(
     tiles: torch.Tensor, tile_maxima: torch.Tensor, highest: float, sampling: SamplingParams, uniform: float
 ) -> int:
     """tiles: [num_tiles, 256], one row's logits; tile_maxima: [num_tiles]; highest: their maximum."""
-    inverse_temperature = 1.0 / max(sampling.temperature, _MIN_TEMPERATURE)
+    inverse_temperature = 1.0 / max(sampling.temperature, MIN_TEMPERATURE)
     limits_count = 0 < sampling.top_k < tiles.numel()
     if limits_count or sampling.min_p > 0.0:
         # No token that the two filters keep is under this logit: at least k tiles reach the k-th largest maximum.

@@ -22,6 +22,7 @@ MIN_PART_TOKENS = 128
 def _plan_kernel(
     query_start_loc_ptr,
     seq_lens_ptr,
+    table_rows_ptr,
     parts_ptr,
     query_tiles_ptr,
     num_query_tiles_ptr,
@@ -34,6 +35,7 @@ def _plan_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     ITEMS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
 ):
     # Program i writes the items of sequence i; each works out for itself what comes before.
     this = tl.program_id(0)
@@ -46,6 +48,9 @@ def _plan_kernel(
     my_query_start = tl.sum(tl.where(is_this, query_start, 0))
     my_query_len = tl.sum(tl.where(is_this, query_len, 0))
     my_seq_len = tl.sum(tl.where(is_this, seq_len, 0))
+    my_row = this
+    if HAS_ROWS:
+        my_row = tl.load(table_rows_ptr + this)
 
     # Short queries: contexts are cut into parts of at most `part_tiles`, the fewest tiles with which all parts run at
     # once, or, where there are too many sequences for that, with which the longest do not outlast the rest. The longest
@@ -81,7 +86,7 @@ def _plan_kernel(
         end = (my_first + tl.minimum((part + 1) * my_part_tiles, my_tiles)) * TILE
         item = parts_ptr + 8 * (before + part)
         same = tl.zeros([ITEMS], tl.int32)
-        tl.store(item, same + this, mask=in_list)
+        tl.store(item, same + my_row, mask=in_list)
         tl.store(item + 1, part, mask=in_list)
         tl.store(item + 2, same + my_parts, mask=in_list)
         tl.store(item + 3, first, mask=in_list)
@@ -103,7 +108,7 @@ def _plan_kernel(
         in_list = tile < my_query_tiles
         item = query_tiles_ptr + 8 * (after + my_query_tiles - 1 - tile)
         same = tl.zeros([ITEMS], tl.int32)
-        tl.store(item, same + this, mask=in_list)
+        tl.store(item, same + my_row, mask=in_list)
         tl.store(item + 1, tile * LONG_TOKENS, mask=in_list)
         tl.store(item + 2, same + my_query_start, mask=in_list)
         tl.store(item + 3, same + my_query_len, mask=in_list)
@@ -155,10 +160,11 @@ class AttentionPlan:
     max_few: int
     long_tiles: LongTiles
     parts: torch.Tensor
-    """[most parts, 8] int32: sequence; which part; of how many (0: no part); first and end position; first query row;
-    query tokens; length of the sequence."""
+    """[most parts, 8] int32: row of the block tables; which part; of how many (0: no part); first and end position;
+    first query row; query tokens; length of the sequence."""
     query_tiles: torch.Tensor
-    """[most query tiles, 8] int32: sequence; first query token of the tile; first query row; query tokens; length."""
+    """[most query tiles, 8] int32: row of the block tables; first query token of the tile; first query row; query
+    tokens; length."""
     num_query_tiles: torch.Tensor
     """[1] int32: how many of query_tiles count."""
     partial: torch.Tensor
@@ -292,10 +298,17 @@ def _choose_long_tiles(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> 
     return LongTiles(16, 8, 0)
 
 
-def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
+def plan_attention(
+    plan: AttentionPlan,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    table_rows: torch.Tensor | None = None,
+) -> None:
     """Fill the lists for one step. Costs a few microseconds; no host sync.
 
     query_start_loc: [num_seqs + 1] int32; seq_lens: [num_seqs] int32. A sequence without query tokens gets no work.
+    table_rows: [num_seqs] int32, each sequence's row in the block tables, under max_num_seqs and another for each that
+        has query tokens; None: sequence i has row i.
     Raises ValueError for more sequences than the plan has room for.
     """
     num_seqs = len(seq_lens)
@@ -305,6 +318,7 @@ def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens:
     _plan_kernel[(num_seqs,)](
         query_start_loc,
         seq_lens,
+        table_rows,
         plan.parts,
         plan.query_tiles,
         plan.num_query_tiles,
@@ -317,4 +331,5 @@ def plan_attention(plan: AttentionPlan, query_start_loc: torch.Tensor, seq_lens:
         TILE=tiles.tile,
         WINDOW=plan.sliding_window,
         ITEMS=64,
+        HAS_ROWS=table_rows is not None,
     )

@@ -18,6 +18,10 @@ Namespace = tuple[str, str]
 TOKEN_BYTES: Final = 4
 """Of a packed token."""
 
+_NO_CHILDREN: Final[dict[bytes, "Node"]] = {}
+_NO_KEYS: Final[list[bytes]] = []
+"""Of all that have none, as most nodes do for most of their life: never changed."""
+
 
 class Node:
     """A block in the tree: its tokens follow those of its parents. A root has depth 0 and no block.
@@ -52,8 +56,9 @@ class Node:
         """On the device; 0: not there."""
         self.depth: int = parent.depth + 1 if parent is not None else 0
         """Blocks from the root to here, this one included."""
-        self.children: dict[bytes, Node] = {}
-        self.keys: list[bytes] = []
+        self.children = _NO_CHILDREN
+        """By key. Changed by `put` and whoever drops one."""
+        self.keys = _NO_KEYS
         """The children's keys in order: those that have most in common with some tokens stand beside their place."""
         self.is_attached = True
         """False once it was dropped. Its parent stays known, so that whoever remembers it finds the way back."""
@@ -75,6 +80,16 @@ class Node:
         """The last look-up that told of it as offloaded."""
         self.seen_at = 0
         """The last walk that came past."""
+
+    def put(self, child: "Node") -> int:
+        """Add a child, whose key none has. Returns its place among the keys."""
+        if not self.keys:
+            self.children, self.keys = {child.key: child}, [child.key]
+            return 0
+        place = bisect_left(self.keys, child.key)
+        self.keys.insert(place, child.key)
+        self.children[child.key] = child
+        return place
 
     @property
     def is_on_device(self) -> bool:
@@ -214,10 +229,8 @@ class PrefixTree:
         """Add an owned block below `parent`, which has no child with this key. A cached sibling that holds only the
         beginning of it is dropped: it tells nothing more."""
         node = Node(parent, key, block_id)
-        place = bisect_left(parent.keys, key)
-        parent.keys.insert(place, key)
-        parent.children[key] = node
         self.nodes[block_id] = node
+        place = parent.put(node)
         if place and key.startswith(parent.keys[place - 1]):
             sibling = parent.children[parent.keys[place - 1]]
             if not self._pool.ref_counts[sibling.block_id]:

@@ -4,7 +4,7 @@ A node is in the tree while it is anywhere. Those on the device have their paren
 so that evicting a block costs nothing and never waits.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -148,8 +148,7 @@ class TieredTree(PrefixTree):
                 continue
             node = nodes[block.digest] = Node(parent, block.tokens, 0)
             node.digest, node.disk_id = block.digest, -1
-            parent.children[node.key] = node
-            insort(parent.keys, node.key)
+            parent.put(node)
             last_use[node] = i
         # Nodes were made behind their parents, so this hands each its latest use below before it is handed on.
         for node in reversed(nodes.values()):

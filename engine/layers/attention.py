@@ -65,9 +65,16 @@ class Attention:
     """
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, sliding_window: int | None
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float = 0.0,
     ) -> None:
         """`sliding_window`: a query sees itself and the sliding_window - 1 positions before it; None: all of them.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap) before the softmax; 0: they do not.
 
         Raises ValueError when num_heads is no multiple of num_kv_heads.
         """
@@ -79,6 +86,7 @@ class Attention:
         self.group_size = num_heads // num_kv_heads
         self.scale = scale
         self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
 
     def forward(
         self,
@@ -121,6 +129,8 @@ class Attention:
         flat_keys = keys.view(-1, self.head_dim)
         torch.sparse.sampled_addmm(rows.scores, flat_query, flat_keys.t(), beta=0.0, alpha=self.scale, out=rows.scores)
         for scores, weights in rows.per_sequence:
+            if self.soft_cap:
+                scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
             torch.softmax(scores, -1, out=weights)
         attended = torch.embedding_bag(
             values.view(-1, self.head_dim), rows.kv_rows, rows.row_starts, False, _BAG_SUM, False, rows.weights, True
@@ -140,6 +150,8 @@ class Attention:
         if chunk.history_slots is not None:
             key = torch.cat((keys.index_select(0, chunk.history_slots), key))
             value = torch.cat((values.index_select(0, chunk.history_slots), value))
+        if self.soft_cap:
+            return self._attend_capped(query, key, value, chunk.mask)
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             key.transpose(0, 1)[None],
@@ -150,6 +162,20 @@ class Attention:
             enable_gqa=self.group_size > 1,
         )
         return attended[0].transpose(0, 1).reshape(query.shape[0], -1)
+
+    def _attend_capped(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As PyTorch's fused attention, which has no soft cap; the heads of one KV head at a time."""
+        if mask is None:
+            mask = torch.full((len(query), len(key)), float("-inf")).triu_(1)
+        out = torch.empty_like(query)
+        for kv_head in range(self.num_kv_heads):
+            heads = slice(kv_head * self.group_size, (kv_head + 1) * self.group_size)
+            scores = query[:, heads].transpose(0, 1) @ (key[:, kv_head].t() * self.scale)
+            scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap).add_(mask)
+            out[:, heads] = (scores.softmax(-1) @ value[:, kv_head]).transpose(0, 1)
+        return out.view(len(query), -1)
 
     def _index(self, batch: ForwardBatch, key_cache: torch.Tensor) -> _StepIndex:
         """The step's index, made by the first layer that asks for it."""

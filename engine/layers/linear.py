@@ -55,11 +55,11 @@ class Linear:
         """[out_features, in_features] between `allocate` and `finish`."""
         self.bias: torch.Tensor | None = None
 
-    def allocate(self) -> torch.Tensor:
+    def allocate(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Make room for weight and bias, late, so that only one layer's wait for their final form at a time."""
-        self.weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype)
+        self.weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
         if self.has_bias:
-            self.bias = torch.empty(self.out_features, dtype=self.dtype)
+            self.bias = torch.empty(self.out_features, dtype=self.dtype, device=device)
         return self.weight
 
     def finish(self, method: LinearMethod) -> None:

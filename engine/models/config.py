@@ -6,7 +6,7 @@ A new family of this kind is one entry in _HUB_FAMILIES, and one in _GGUF_FAMILI
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -63,30 +63,61 @@ class ModelConfig:
     """The attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """Queries and keys are normalised per head before they are rotated (Qwen3)."""
+    """Queries and keys are normalised per head before they are rotated (Qwen3, Gemma 3)."""
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many positions a query sees, itself included; None: all before it."""
     eos_token_ids: tuple[int, ...]
     hidden_act: str = "silu"
+    """Of the MLP's gate: silu, gelu (by the error function) or gelu_tanh (its approximation)."""
+    embedding_scale: float = 1.0
+    """What the embedding gives is multiplied by this, rounded to the weights' dtype (Gemma)."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms when they are loaded: the file holds them less 1 (Gemma)."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by its square root (Gemma 2, 3); None: by that of head_dim."""
+    attention_soft_cap: float = 0.0
+    """Scores become cap * tanh(score / cap) before the softmax (Gemma 2); 0: they do not."""
+    final_soft_cap: float = 0.0
+    """The same for logits."""
+    has_output_norms: bool = False
+    """What attention and MLP give is normalised before it is added to the residual stream (Gemma 2, 3)."""
+    local_rope: RopeConfig | None = None
+    """Of the layers with a sliding window (Gemma 3); None: `rope` holds for all."""
     fused_files: bool = False
     """The file holds q, k, v as one tensor and gate, up as another (Phi-3)."""
     file_dtype: str = ""
     """float32, float16, bfloat16 or quantized: how the file holds the weights."""
+    initializer_range: float = 0.02
+    """Standard deviation of dummy weights."""
+    transformers_id: str = ""
+    """Of a model that transformers computes: its version and a digest of config.json; what only the generic decoder
+    needs has no meaning then. Empty: the generic decoder computes it."""
+    num_counted: int = 0
+    """Weights of a model that transformers computes."""
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        scalar = self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar
+        return float(scalar**-0.5)
+
+    @property
     def num_parameters(self) -> int:
         """Weights of the model; tied embeddings count once."""
+        if self.transformers_id:
+            return self.num_counted
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * query + 2 * kv) + self.qkv_bias * (query + 2 * kv)
         attention += self.output_bias * self.hidden_size + self.qk_norm * 2 * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
         mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+        norms = (4 if self.has_output_norms else 2) * self.hidden_size
+        return self.num_layers * (attention + mlp + norms) + embeddings + self.hidden_size
 
 
 class _Settings:
@@ -156,6 +187,8 @@ class _HubFamily:
     has_mlp_bias: bool = False
     qk_norm: bool = False
     fused_files: bool = False
+    gemma: int = 0
+    """Generation of Gemma; 0: another family."""
 
 
 def _attention_bias(settings: _Settings) -> bool:
@@ -190,6 +223,12 @@ def _window_by_layer(settings: _Settings, num_layers: int) -> tuple[int | None, 
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise settings.fail("max_window_layers", "must be a whole number, 0 or more")
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _windows_of(layer_types, window, settings, num_layers)
+
+
+def _windows_of(
+    layer_types: object, window: int | None, settings: _Settings, num_layers: int
+) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise settings.fail("layer_types", f"must name all {num_layers} layers")
@@ -198,19 +237,48 @@ def _window_by_layer(settings: _Settings, num_layers: int) -> tuple[int | None, 
     return tuple(known[layer_type] for layer_type in layer_types)
 
 
+def _window_but_for_each_second(settings: _Settings, num_layers: int) -> tuple[int | None, ...]:
+    return _window_in_turns(settings, num_layers, 2)
+
+
+def _window_but_for_each_sixth(settings: _Settings, num_layers: int) -> tuple[int | None, ...]:
+    return _window_in_turns(settings, num_layers, settings.size("sliding_window_pattern", 6))
+
+
+def _window_in_turns(settings: _Settings, num_layers: int, period: int) -> tuple[int | None, ...]:
+    """Gemma: as layer_types says; without it, the last layer of each `period` sees everything."""
+    window = settings.size("sliding_window", 4096)
+    layer_types = settings.values.get("layer_types")
+    if layer_types is not None:
+        return _windows_of(layer_types, window, settings, num_layers)
+    return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
+
+
 _HUB_FAMILIES: Final = {
     "LlamaForCausalLM": _HubFamily(_attention_bias, _attention_bias, _no_window, has_mlp_bias=True),
     "MistralForCausalLM": _HubFamily(_no, _no, _window_everywhere),
     "Qwen2ForCausalLM": _HubFamily(_yes, _no, _window_by_layer),
     "Qwen3ForCausalLM": _HubFamily(_attention_bias, _attention_bias, _window_by_layer, qk_norm=True),
     "Phi3ForCausalLM": _HubFamily(_no, _no, _window_everywhere, fused_files=True),
+    "GemmaForCausalLM": _HubFamily(_attention_bias, _attention_bias, _no_window, gemma=1),
+    "Gemma2ForCausalLM": _HubFamily(_attention_bias, _attention_bias, _window_but_for_each_second, gemma=2),
+    "Gemma3ForCausalLM": _HubFamily(
+        _attention_bias, _attention_bias, _window_but_for_each_sixth, qk_norm=True, gemma=3
+    ),
+}
+_ACTIVATIONS: Final = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
 }
 
 
-def read_hub_config(folder: Path, file_dtype: str) -> ModelConfig:
+def read_hub_config(folder: Path, file_dtype: str | None) -> ModelConfig:
     """The ModelConfig of a folder with config.json and perhaps generation_config.json, of transformers 4 or 5.
 
-    file_dtype: how the weight files hold the weights. Raises ModelError.
+    file_dtype: how the weight files hold the weights; None: as config.json says they do. Raises ModelError.
     """
     path = folder / "config.json"
     settings = _Settings(_read_json(path), str(path))
@@ -220,55 +288,133 @@ def read_hub_config(folder: Path, file_dtype: str) -> ModelConfig:
         raise ModelError(
             f"{path}: architecture {architectures!r:.120} is not supported; these are: {', '.join(_HUB_FAMILIES)}"
         )
-    if settings.has("quantization_config"):
-        method = settings.table("quantization_config").values.get("quant_method")
-        raise ModelError(
-            f"{path}: weights quantized by {method!r:.40} are not supported; take the model in bfloat16 or float16, "
-            "or as a .gguf file"
-        )
+    _refuse_quantized(settings)
     family = _HUB_FAMILIES[named[0]]
-    hidden_act = settings.text("hidden_act", "silu")
-    if hidden_act not in ("silu", "swish"):
-        raise ModelError(f"{path}: hidden_act {hidden_act!r:.40} is not supported; only silu is")
     hidden_size = settings.size("hidden_size")
     num_layers = settings.size("num_hidden_layers")
     num_heads = settings.size("num_attention_heads")
-    head_dim = settings.size("head_dim", max(1, hidden_size // num_heads))
+    head_dim = settings.size("head_dim", 256 if family.gemma else max(1, hidden_size // num_heads))
     max_positions = settings.size("max_position_embeddings")
     vocab_size = settings.size("vocab_size")
-    return _checked(
-        ModelConfig(
-            architecture=named[0],
-            vocab_size=vocab_size,
-            hidden_size=hidden_size,
-            intermediate_size=settings.size("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=settings.size("num_key_value_heads", num_heads),
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-            rope=_hub_rope(settings, head_dim, max_positions),
-            tie_word_embeddings=settings.flag("tie_word_embeddings", False),
-            qkv_bias=family.qkv_bias(settings),
-            output_bias=family.output_bias(settings),
-            mlp_bias=family.has_mlp_bias and settings.flag("mlp_bias", False),
-            qk_norm=family.qk_norm,
-            sliding_windows=family.windows(settings, num_layers),
-            eos_token_ids=_hub_eos(folder, settings, vocab_size),
-            fused_files=family.fused_files,
-            file_dtype=file_dtype,
-        ),
-        str(path),
+    config = ModelConfig(
+        architecture=named[0],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=settings.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=settings.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
+        rope=_hub_rope(settings, head_dim, max_positions),
+        tie_word_embeddings=settings.flag("tie_word_embeddings", family.gemma > 0),
+        qkv_bias=family.qkv_bias(settings),
+        output_bias=family.output_bias(settings),
+        mlp_bias=family.has_mlp_bias and settings.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        sliding_windows=family.windows(settings, num_layers),
+        eos_token_ids=_hub_eos(folder, settings, vocab_size),
+        hidden_act="gelu_tanh" if family.gemma else _hub_activation(settings, "hidden_act", "silu"),
+        fused_files=family.fused_files,
+        file_dtype=file_dtype or _hub_dtype(settings),
+        initializer_range=settings.number("initializer_range", 0.02),
     )
+    return _checked(_as_gemma(config, family.gemma, settings) if family.gemma else config, str(path))
+
+
+def is_generic(folder: Path) -> bool:
+    """Whether the model of a folder is of a family that the generic decoder knows. Raises ModelError."""
+    architectures = _read_json(folder / "config.json").get("architectures")
+    return isinstance(architectures, list) and any(name in _HUB_FAMILIES for name in architectures)
+
+
+def refuse_quantized(path: Path) -> None:
+    """Raises ModelError for a config.json of a model in a quantisation of its own."""
+    _refuse_quantized(_Settings(_read_json(path), str(path)))
+
+
+def _refuse_quantized(settings: _Settings) -> None:
+    if settings.has("quantization_config"):
+        method = settings.table("quantization_config").values.get("quant_method")
+        raise ModelError(
+            f"{settings.source}: weights quantized by {method!r:.40} are not supported; take the model in bfloat16 or "
+            "float16, or as a .gguf file"
+        )
+
+
+def read_eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Which ids end a generation, as the files of a folder say. Raises ModelError."""
+    path = folder / "config.json"
+    return _hub_eos(folder, _Settings(_read_json(path), str(path)), vocab_size)
+
+
+def _as_gemma(config: ModelConfig, generation: int, settings: _Settings) -> ModelConfig:
+    """What only Gemma's files have, and its defaults."""
+    if settings.flag("use_bidirectional_attention", False):
+        raise ModelError(
+            f"{settings.source}: use_bidirectional_attention is not supported; tokens are computed in order"
+        )
+    key = "hidden_activation" if settings.has("hidden_activation") else "hidden_act"
+    hidden_act = _hub_activation(settings, key, "gelu_pytorch_tanh")
+    config = replace(config, hidden_act=hidden_act, embedding_scale=math.sqrt(config.hidden_size), norm_offset=1.0)
+    if generation == 1:
+        # The first files say gelu and mean the approximation.
+        return replace(config, hidden_act="gelu_tanh" if hidden_act == "gelu" else hidden_act)
+    config = replace(
+        config,
+        query_pre_attn_scalar=settings.number("query_pre_attn_scalar", 256.0),
+        attention_soft_cap=_soft_cap(settings, "attn_logit_softcapping", 50.0 if generation == 2 else 0.0),
+        final_soft_cap=_soft_cap(settings, "final_logit_softcapping", 30.0 if generation == 2 else 0.0),
+        has_output_norms=True,
+    )
+    if generation == 2:
+        return config
+    head_dim, max_positions = config.head_dim, config.max_position_embeddings
+    if settings.has("rope_parameters"):
+        both = settings.table("rope_parameters")
+        wide = _rope_of(both.table("full_attention"), 1e6, 1.0, head_dim, max_positions)
+        local = _rope_of(both.table("sliding_attention"), 1e4, 1.0, head_dim, max_positions)
+        return replace(config, rope=wide, local_rope=local)
+    theta = settings.number("rope_theta", 1e6)
+    wide = _rope_of(settings.table("rope_scaling"), theta, 1.0, head_dim, max_positions)
+    return replace(
+        config, rope=wide, local_rope=RopeConfig(settings.number("rope_local_base_freq", 1e4), rotary_dim=head_dim)
+    )
+
+
+def _soft_cap(settings: _Settings, key: str, default: float) -> float:
+    """A null says that there is none."""
+    return settings.number(key) if settings.has(key) else 0.0 if key in settings.values else default
+
+
+def _hub_activation(settings: _Settings, key: str, default: str) -> str:
+    name = settings.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise settings.fail(key, f"must be one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _hub_dtype(settings: _Settings) -> str:
+    """transformers 5 calls it dtype, 4 torch_dtype; most models that say nothing are bfloat16."""
+    key = "dtype" if settings.has("dtype") else "torch_dtype"
+    dtype = settings.text(key, "bfloat16").removeprefix("torch.")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise settings.fail(key, "must be float32, float16 or bfloat16")
+    return dtype
 
 
 def _hub_rope(settings: _Settings, head_dim: int, max_positions: int) -> RopeConfig:
     """transformers 5 keeps all in rope_parameters, 4 has rope_theta at the top and rope_scaling for the stretching."""
     rope = settings.table("rope_parameters" if settings.has("rope_parameters") else "rope_scaling")
-    theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
-    partial = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
-    rotary_dim = int(head_dim * partial)
+    theta, partial = settings.number("rope_theta", 10000.0), settings.number("partial_rotary_factor", 1.0)
+    return _rope_of(rope, theta, partial, head_dim, max_positions)
+
+
+def _rope_of(rope: _Settings, theta: float, partial: float, head_dim: int, max_positions: int) -> RopeConfig:
+    """theta, partial: what holds where `rope` does not say."""
+    theta = rope.number("rope_theta", theta)
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind in ("default", "dynamic"):
         # Dynamic stretching sets in beyond max_position_embeddings only, which no sequence here passes.

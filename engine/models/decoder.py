@@ -1,4 +1,5 @@
-"""The one decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, Phi-3 and whoever else a ModelConfig describes."""
+"""The one decoder of the Llama family: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma and whoever else a ModelConfig
+describes."""
 
 import torch
 
@@ -16,7 +17,7 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecoderLayer:
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream, perhaps after another norm."""
 
     def __init__(
         self, config: ModelConfig, sliding_window: int | None, dtype: torch.dtype, activation_dtype: torch.dtype
@@ -26,14 +27,23 @@ class DecoderLayer:
         self.rotated_and_value_counts = [config.num_heads + config.num_kv_heads, config.num_kv_heads]
         self.head_dim = head_dim
         num_qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head_dim
-        self.input_norm = RMSNorm(hidden_size, config.rms_norm_eps, activation_dtype)
+        self.input_norm = _norm(config, hidden_size, activation_dtype)
         self.qkv = Linear(hidden_size, num_qkv_rows, config.qkv_bias, dtype)
-        self.query_norm = RMSNorm(head_dim, config.rms_norm_eps, activation_dtype) if config.qk_norm else None
-        self.key_norm = RMSNorm(head_dim, config.rms_norm_eps, activation_dtype) if config.qk_norm else None
-        self.attention = Attention(config.num_heads, config.num_kv_heads, head_dim, head_dim**-0.5, sliding_window)
+        self.query_norm = _norm(config, head_dim, activation_dtype) if config.qk_norm else None
+        self.key_norm = _norm(config, head_dim, activation_dtype) if config.qk_norm else None
+        self.attention = Attention(
+            config.num_heads,
+            config.num_kv_heads,
+            head_dim,
+            config.attention_scale,
+            sliding_window,
+            config.attention_soft_cap,
+        )
         self.output = Linear(config.num_heads * head_dim, hidden_size, config.output_bias, dtype)
-        self.mlp_norm = RMSNorm(hidden_size, config.rms_norm_eps, activation_dtype)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype)
+        self.attention_output_norm = _norm(config, hidden_size, activation_dtype) if config.has_output_norms else None
+        self.mlp_norm = _norm(config, hidden_size, activation_dtype)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, dtype, config.hidden_act)
+        self.mlp_output_norm = _norm(config, hidden_size, activation_dtype) if config.has_output_norms else None
 
     def __call__(
         self,
@@ -57,8 +67,12 @@ class DecoderLayer:
         attended = self.attention(query, key, value, batch, cache)
         if rows is not None:
             attended, hidden = attended.index_select(0, rows), hidden.index_select(0, rows)
-        hidden += self.output(attended)
-        hidden += self.mlp(self.mlp_norm(hidden))
+        if self.attention_output_norm is None or self.mlp_output_norm is None:
+            hidden += self.output(attended)
+            hidden += self.mlp(self.mlp_norm(hidden))
+        else:
+            hidden += self.attention_output_norm(self.output(attended))
+            hidden += self.mlp_output_norm(self.mlp(self.mlp_norm(hidden)))
         return hidden
 
 
@@ -68,11 +82,15 @@ class Decoder:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, activation_dtype: torch.dtype) -> None:
         """dtype: of the weights, before their products take them over. activation_dtype: of all between the layers."""
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype, activation_dtype)
+        self.embedding = Embedding(
+            config.vocab_size, config.hidden_size, dtype, activation_dtype, config.embedding_scale
+        )
         self.layers = [DecoderLayer(config, window, dtype, activation_dtype) for window in config.sliding_windows]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, activation_dtype)
+        self.norm = _norm(config, config.hidden_size, activation_dtype)
         self.head = Linear(config.hidden_size, config.vocab_size, False, dtype)
         self.rotary = _rotary_table(config.rope)
+        self.local_rotary = None if config.local_rope is None else _rotary_table(config.local_rope)
+        """Of the layers with a sliding window, where they have their own."""
 
     def forward(self, batch: ForwardBatch, kv_caches: list[KVCache]) -> torch.Tensor:
         """One step: write every token's keys and values, return the logits of batch.sample_rows.
@@ -85,21 +103,36 @@ class Decoder:
     def hidden(self, batch: ForwardBatch, kv_caches: list[KVCache], rows: torch.Tensor) -> torch.Tensor:
         """As `forward`, and what `logits` takes of these rows comes back: [len(rows), hidden_size]."""
         hidden = self.embedding(batch.token_ids)
-        rotation = self.rotary.at(batch.positions, max(batch.seq_lens))
-        for layer, cache in zip(self.layers[:-1], kv_caches[:-1], strict=True):
+        rotations = self._rotations(batch)
+        for layer, rotation, cache in zip(self.layers[:-1], rotations[:-1], kv_caches[:-1], strict=True):
             hidden = layer(hidden, rotation, batch, cache)
         if not len(rows):
             # The products take at least one row; what row 0 comes to is dropped.
-            return self.layers[-1](hidden, rotation, batch, kv_caches[-1], torch.zeros(1, dtype=torch.int64))[:0]
-        return self.layers[-1](hidden, rotation, batch, kv_caches[-1], rows)
+            return self.layers[-1](hidden, rotations[-1], batch, kv_caches[-1], torch.zeros(1, dtype=torch.int64))[:0]
+        return self.layers[-1](hidden, rotations[-1], batch, kv_caches[-1], rows)
+
+    def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
+        """One per layer."""
+        num_positions = max(batch.seq_lens)
+        rotation = self.rotary.at(batch.positions, num_positions)
+        if self.local_rotary is None:
+            return [rotation] * len(self.layers)
+        local = self.local_rotary.at(batch.positions, num_positions)
+        return [rotation if window is None else local for window in self.config.sliding_windows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] → [n, vocab_size] float32."""
         if not len(hidden):
             return torch.empty(0, self.config.vocab_size)
-        return self.head(self.norm(hidden)).float()
+        logits = self.head(self.norm(hidden)).float()
+        cap = self.config.final_soft_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     __call__ = forward
+
+
+def _norm(config: ModelConfig, size: int, activation_dtype: torch.dtype) -> RMSNorm:
+    return RMSNorm(size, config.rms_norm_eps, activation_dtype, config.norm_offset)
 
 
 def _rotary_table(rope: RopeConfig) -> RotaryTable:

@@ -3,12 +3,14 @@
 import hashlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from engine.models.config import ModelConfig
+from streamkv.config import Quantization
 from streamkv.errors import ModelError
 from streamkv.model_files import ModelFiles, ReportProgress
 
@@ -31,10 +33,11 @@ def fingerprint(
 ) -> bytes:
     """32 bytes that differ if anything differs that the values depend on.
 
-    That is: every byte of the weight files, and so their quantisation; what the decoder knows of the model; the code
-    that computes (another version of the engine begins anew) and PyTorch's version; and `placing`, the caller's words
-    for dtypes, block size and layout. How products are computed is left out: it is chosen by measurement, and each way
-    is as good as another. Costs one reading of the weights, a GB a second and thread. Raises ModelError.
+    That is: every byte of the weight files, and so their quantisation (dummy weights, which have no files, follow from
+    the code and the device); what the decoder knows of the model; the code that computes (another version of the engine
+    begins anew) and the versions of PyTorch and Triton; and `placing`, see there. How products are computed is left
+    out: it is chosen by measurement, and each way is as good as another. Costs one reading of the weights, a GB a
+    second and thread. Raises ModelError.
     """
     digest = hashlib.sha256()
 
@@ -42,14 +45,49 @@ def fingerprint(
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
 
-    for piece in _weight_digests(files.weight_paths, num_threads, report):
-        add(piece)
+    if files.weight_paths:
+        for piece in _weight_digests(files.weight_paths, num_threads, report):
+            add(piece)
+    else:
+        add(b"dummy weights")
     add(repr(config).encode())
     add(_code_digest(engine_folder))
     add(torch.__version__.encode())
+    add(_triton_version().encode())
     for word in placing:
         add(word.encode())
     return digest.digest()
+
+
+def placing(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+    block_bytes: int,
+    device_name: str = "cpu",
+    quantization: Quantization = "none",
+    is_deterministic: bool = False,
+) -> tuple[str, ...]:
+    """Words for what keys and values depend on beside the model, and for how a block holds them.
+
+    dtype: of weights and activations. device_name: as the driver calls the GPU, since each kind sums in its own way.
+    """
+    return (
+        device_name,
+        str(dtype),
+        str(cache_dtype),
+        f"blocks of {block_size} tokens in {block_bytes} bytes",
+        f"quantization {quantization}",
+        "deterministic" if is_deterministic else "any order of sums",
+    )
+
+
+def _triton_version() -> str:
+    """Empty where it is not installed, and so has no part."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
 
 
 def _weight_digests(paths: Iterable[Path], num_threads: int, report: ReportProgress) -> Iterator[bytes]:

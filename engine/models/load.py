@@ -1,52 +1,101 @@
-"""Files → a decoder that is ready to compute."""
+"""Files → a model that is ready to compute."""
+
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from engine.layers.linear import LinearMethod, choose_cpu_method
-from engine.models.config import ModelConfig, read_hub_config
-from engine.models.decoder import Decoder
+from engine.batch import ForwardBatch
+from engine.layers.linear import LinearMethod, PlainMethod, choose_cpu_method
+from engine.models.config import ModelConfig, is_generic, read_hub_config
+from engine.models.decoder import Decoder, KVCache
+from engine.models.dummy import DummySource
 from engine.models.gguf import GgufSource
-from engine.models.weights import GGUF_NAMES, HUB_NAMES, SafetensorsSource, fill_decoder
+from engine.models.weights import (
+    GGUF_NAMES,
+    SafetensorsSource,
+    TensorSource,
+    expected_shapes,
+    fill_decoder,
+    hub_names,
+    most_common_dtype,
+)
 from streamkv.errors import ModelError
 from streamkv.model_files import ModelFiles, ReportProgress
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from engine.models.transformers_model import TransformersModel
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CausalModel(Protocol):
+    """A loaded model on a CPU, whoever computes it: see Decoder."""
+
+    config: ModelConfig
+
+    def hidden(self, batch: ForwardBatch, kv_caches: list[KVCache], rows: torch.Tensor) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
 def load_model(
-    files: ModelFiles, dtype: torch.dtype | None, report: ReportProgress, method: LinearMethod | None = None
-) -> tuple[Decoder, ModelConfig]:
-    """Read the model, tensor by tensor, into the form that computes fastest here.
+    files: ModelFiles,
+    dtype: torch.dtype | None,
+    report: ReportProgress,
+    method: LinearMethod | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple["Decoder | TransformersModel", ModelConfig]:
+    """Read the model, tensor by tensor, into the form that computes fastest on `device`.
 
-    dtype: of the weights; None takes what `resolve_dtype` makes of "auto". method: how products are computed; None
-    chooses for this CPU. Reports ("loading weights", percent) for every tensor. Raises ModelError.
+    Of a family that the generic decoder does not know, transformers computes it, and `method` has no part in it.
+    Files without weights (`resolve` was told that they are not wanted) give random ones. dtype: of the weights; None
+    takes what `resolve_dtype` makes of "auto". method: how products are computed; None chooses for this CPU, and on
+    another device takes PyTorch's own. Beside the model there is one tensor in the host's memory; to a GPU it goes by
+    a plain copy from the mapped file, which moves some GB a second, about what the disk gives.
+    Reports ("loading weights", percent) for every tensor. Raises ModelError.
     """
-    source: GgufSource | SafetensorsSource
-    if files.kind == "gguf":
-        source = GgufSource(files.path)
-        config, names = source.config(), GGUF_NAMES
-    else:
-        source = SafetensorsSource(files.weight_paths)
-        config, names = read_hub_config(files.path, source.dtype), HUB_NAMES
+    device = torch.device(device)
+    config, source = _open(files)
     dtype = dtype or resolve_dtype("auto", config)
-    method = method or choose_cpu_method(dtype, config.num_parameters)
+    if config.transformers_id:
+        from engine.models.transformers_model import load_transformers_model  # seconds, which others need not wait
+
+        return load_transformers_model(files, config, dtype, report, device), config
+    names = GGUF_NAMES if files.kind == "gguf" else hub_names(config)
+    if method is None:
+        method = choose_cpu_method(dtype, config.num_parameters) if device.type == "cpu" else PlainMethod(dtype)
     model = Decoder(config, dtype, method.activation_dtype)
-    fill_decoder(model, source, names, method, report)
+    if source is None:
+        source = DummySource(expected_shapes(model, names), config.initializer_range, 1.0 - config.norm_offset, device)
+    fill_decoder(model, source, names, method, report, device)
     return model, config
 
 
 def read_config(files: ModelFiles) -> ModelConfig:
     """The configuration alone, without loading a weight. Raises ModelError."""
+    return _open(files)[0]
+
+
+def _open(files: ModelFiles) -> tuple[ModelConfig, TensorSource | None]:
+    """→ the configuration and the generic decoder's weights; None: they are not wanted, or not it computes them."""
     if files.kind == "gguf":
-        return GgufSource(files.path).config()
-    return read_hub_config(files.path, SafetensorsSource(files.weight_paths).dtype)
+        gguf = GgufSource(files.path)
+        return gguf.config(), gguf if files.weight_paths else None
+    if not is_generic(files.path):
+        from engine.models.transformers_model import read_transformers_config
+
+        return read_transformers_config(files, most_common_dtype(files.weight_paths)), None
+    if not files.weight_paths:
+        return read_hub_config(files.path, None), None
+    source = SafetensorsSource(files.weight_paths)
+    return read_hub_config(files.path, source.dtype), source
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """What `--dtype` means for this model on a CPU. Raises ModelError for an unknown name.
+    """What `--dtype` means for this model. Raises ModelError for an unknown name.
 
     auto: as the file holds its weights, so that none is rounded for speed; quantised ones become bfloat16, which is
-    no coarser than they are and the fastest.
+    no coarser than they are and the fastest. Without a file's weights: as config.json says.
     """
     if name == "auto":
         name = "bfloat16" if config.file_dtype == "quantized" else config.file_dtype

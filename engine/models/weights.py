@@ -7,7 +7,7 @@ form as soon as it is full: beside the finished model there is one weight and on
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -61,16 +61,18 @@ class TensorNames:
     query_norm: str
     key_norm: str
     output: str
+    attention_output_norm: str
     mlp_norm: str
     gate: str
     up: str
     gate_up: str
     down: str
+    mlp_output_norm: str
     ignored_suffixes: tuple[str, ...]
     """Tensors that may be in the file and say nothing that the config does not."""
 
 
-HUB_NAMES: Final = TensorNames(
+_HUB_NAMES: Final = TensorNames(
     embedding="model.embed_tokens",
     norm="model.norm",
     head="lm_head",
@@ -83,12 +85,20 @@ HUB_NAMES: Final = TensorNames(
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
     output="self_attn.o_proj",
+    attention_output_norm="",
     mlp_norm="post_attention_layernorm",
     gate="mlp.gate_proj",
     up="mlp.up_proj",
     gate_up="mlp.gate_up_proj",
     down="mlp.down_proj",
+    mlp_output_norm="",
     ignored_suffixes=(".rotary_emb.inv_freq",),
+)
+_HUB_OUTPUT_NORMED: Final = replace(
+    _HUB_NAMES,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
 )
 
 GGUF_NAMES: Final = TensorNames(
@@ -104,13 +114,20 @@ GGUF_NAMES: Final = TensorNames(
     query_norm="attn_q_norm",
     key_norm="attn_k_norm",
     output="attn_output",
+    attention_output_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     gate="ffn_gate",
     up="ffn_up",
     gate_up="ffn_up",
     down="ffn_down",
+    mlp_output_norm="post_ffw_norm",
     ignored_suffixes=("rope_freqs.weight",),
 )
+
+
+def hub_names(config: ModelConfig) -> TensorNames:
+    """How the files of a Hugging Face folder name the parts of this model."""
+    return _HUB_OUTPUT_NORMED if config.has_output_norms else _HUB_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +150,27 @@ class _Fill:
     """Once full, which of its rows comes at each place; None: they stay."""
 
 
+def expected_shapes(model: Decoder, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """Every tensor that `fill_decoder` asks of a source for this model, by its name there."""
+    return {tensor: shape for fill in _fills(model, names) for tensor, shape in _expected(fill)}
+
+
 def fill_decoder(
-    model: Decoder, source: TensorSource, names: TensorNames, method: LinearMethod, report: ReportProgress
+    model: Decoder,
+    source: TensorSource,
+    names: TensorNames,
+    method: LinearMethod,
+    report: ReportProgress,
+    device: torch.device | str = "cpu",
 ) -> None:
-    """Put every tensor of `source` into its place in `model`, and finish its products with `method`.
+    """Put every tensor of `source` into its place in `model`, on `device`, and finish its products with `method`.
 
     All names and shapes are checked before the first is read. Raises ModelError for a tensor that is missing, surplus
     or of the wrong shape, and names it.
     """
     config = model.config
     fills = list(_fills(model, names))
-    expected = {tensor: shape for fill in fills for tensor, shape in _expected(fill)}
+    expected = expected_shapes(model, names)
     ignored = {f"{names.head}.weight"} if config.tie_word_embeddings else set()
     _check_names(source, expected, ignored, names.ignored_suffixes)
     total = sum(math.prod(shape) for shape in expected.values())
@@ -151,7 +178,7 @@ def fill_decoder(
     report("loading weights", 0.0)
     for fill in fills:
         owner = fill.owner
-        weight = owner.allocate()
+        weight = owner.allocate(device)
         for piece in fill.pieces:
             rows = slice(piece.start, piece.start + piece.num_rows)
             source.copy_into(f"{piece.name}.weight", weight[rows], piece.num_heads)
@@ -160,11 +187,14 @@ def fill_decoder(
             done += math.prod(expected[f"{piece.name}.weight"])
             report("loading weights", 100.0 * done / total)
         if fill.order is not None:
-            weight.copy_(weight.index_select(0, fill.order))
+            order = fill.order.to(device)
+            weight.copy_(weight.index_select(0, order))
             if isinstance(owner, Linear) and owner.bias is not None:
-                owner.bias.copy_(owner.bias.index_select(0, fill.order))
+                owner.bias.copy_(owner.bias.index_select(0, order))
         if isinstance(owner, Linear):
             owner.finish(method)
+        elif isinstance(owner, RMSNorm) and owner.offset:
+            weight += owner.offset
     if config.tie_word_embeddings:
         model.head.weight = model.embedding.weight
         model.head.finish(method)
@@ -200,6 +230,9 @@ def _layer_fills(layer: DecoderLayer, config: ModelConfig, names: TensorNames, p
         yield _Fill(layer.query_norm, (_Piece(prefix + names.query_norm, 0, head_dim),), within)
         yield _Fill(layer.key_norm, (_Piece(prefix + names.key_norm, 0, head_dim),), within)
     yield _Fill(layer.output, (_Piece(prefix + names.output, 0, hidden),))
+    if layer.attention_output_norm is not None and layer.mlp_output_norm is not None:
+        yield _Fill(layer.attention_output_norm, (_Piece(prefix + names.attention_output_norm, 0, hidden),))
+        yield _Fill(layer.mlp_output_norm, (_Piece(prefix + names.mlp_output_norm, 0, hidden),))
     yield _Fill(layer.mlp_norm, (_Piece(prefix + names.mlp_norm, 0, hidden),))
     if config.fused_files:
         yield _Fill(layer.mlp.gate_up, (_Piece(prefix + names.gate_up, 0, 2 * inner),))
@@ -251,6 +284,25 @@ def _some(names: list[str]) -> str:
     if len(names) == 1:
         return f"tensor {names[0]}"
     return f"{len(names)} tensors ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
+
+
+def most_common_dtype(paths: Iterable[Path]) -> str | None:
+    """float32, float16 or bfloat16: that of most numbers in .safetensors files, from their headers, whatever else they
+    hold; None: of no files. Raises ModelError."""
+    num_elements: Counter[str] = Counter()
+    path: Path | None = None
+    try:
+        for path in paths:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
+                header = file.get_slice(name)  # type: ignore[no-untyped-call]
+                if header.get_dtype() in _DTYPES:
+                    num_elements[_DTYPES[header.get_dtype()]] += math.prod(header.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is no intact safetensors file: {error}") from error
+    if path is not None and not num_elements:
+        raise ModelError(f"{path} holds no weights in {', '.join(_DTYPES)}")
+    return num_elements.most_common(1)[0][0] if num_elements else None
 
 
 class SafetensorsSource:

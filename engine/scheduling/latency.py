@@ -1,7 +1,8 @@
 """How long a step takes: predicted from what is in it, fitted at the start, corrected by what is measured."""
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 from typing import Final
@@ -83,8 +84,10 @@ class LatencyModel:
         samples: Iterable[tuple[StepLoad, float]] = (),
         block_bytes: int = 0,
         host_bytes_per_s: float = 0.0,
+        token_buckets: Sequence[int] = (),
     ) -> None:
-        """samples: steps measured at the start, with their seconds. block_bytes, host_bytes_per_s: as DeviceLimits."""
+        """samples: steps measured at the start, with their seconds. The others as in DeviceLimits."""
+        self._token_buckets = token_buckets
         self._coefficients = [0.0] * _NUM_TERMS
         self._covariance = [[0.0] * _NUM_TERMS for _ in range(_NUM_TERMS)]
         self._known = [False] * _NUM_TERMS
@@ -107,7 +110,7 @@ class LatencyModel:
 
     def predict_s(self, load: StepLoad) -> float:
         """How long such a step takes; 0: unknown."""
-        return sum([weight * amount for weight, amount in zip(self._coefficients, _terms(load), strict=True)])
+        return sum([weight * amount for weight, amount in zip(self._coefficients, self._terms(load), strict=True)])
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, context_tokens: int) -> int:
         """The most prefill tokens of one sequence, behind `context_tokens` of its own, that a step with `load` may
@@ -190,7 +193,7 @@ class LatencyModel:
 
     def _learn(self, load: StepLoad, seconds: float, num_steps: int) -> None:
         """Correct the coefficients by the mean time of num_steps steps."""
-        amounts = _terms(load)
+        amounts = self._terms(load)
         active = [i for i, amount in enumerate(amounts) if amount]
         coefficients, covariance = self._coefficients, self._covariance
         predicted_s = sum([coefficients[i] * amounts[i] for i in active])
@@ -235,11 +238,31 @@ class LatencyModel:
         self._transfer_s = self._transfer_s * _TRANSFER_MEMORY + elapsed_s
         self._transfer_bytes = self._transfer_bytes * _TRANSFER_MEMORY + num_bytes
 
+    # the terms
+
+    def _terms(self, load: StepLoad) -> list[float]:
+        """The amounts that the coefficients stand for. A prompt's tokens are those that the device computes, padding
+        and all, so that a chunk is sized to leave none."""
+        num_tokens = load.num_prefill_tokens + load.num_decodes
+        if load.num_prefill_tokens and self._token_buckets and num_tokens < self._token_buckets[-1]:
+            num_tokens = self._token_buckets[bisect_left(self._token_buckets, num_tokens)]
+        first, second = _KNEES
+        return [
+            1.0,
+            min(num_tokens, first),
+            min(max(num_tokens - first, 0), second - first),
+            max(num_tokens - second, 0),
+            load.num_prefill_pairs,
+            load.num_prefill_kv_tokens,
+            load.num_decodes,
+            load.num_decode_kv_tokens,
+        ]
+
     # the fit
 
     def _fit(self, samples: list[tuple[StepLoad, float]]) -> None:
         """Coefficients, what is known of them, and how far they are to be doubted, from measured steps."""
-        rows = [[amount / seconds for amount in _terms(load)] for load, seconds in samples]
+        rows = [[amount / seconds for amount in self._terms(load)] for load, seconds in samples]
         wishes = [1.0] * len(rows)
         scale = _SMOOTHING * _KNEES[0] * len(samples) / sum([seconds for _, seconds in samples])
         for i in _TOKENS[:-1]:
@@ -265,22 +288,6 @@ class LatencyModel:
             self._known[i] = True
             self._covariance[i][i] += (seconds / amounts[i]) ** 2
         return bool(new)
-
-
-def _terms(load: StepLoad) -> list[float]:
-    """The amounts that the coefficients stand for."""
-    num_tokens = load.num_prefill_tokens + load.num_decodes
-    first, second = _KNEES
-    return [
-        1.0,
-        min(num_tokens, first),
-        min(max(num_tokens - first, 0), second - first),
-        max(num_tokens - second, 0),
-        load.num_prefill_pairs,
-        load.num_prefill_kv_tokens,
-        load.num_decodes,
-        load.num_decode_kv_tokens,
-    ]
 
 
 def _non_negative_least_squares(rows: list[list[float]], wishes: list[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """Blocks for one are taken from another: who loses them, in which order, and what becomes of what was in them."""
 
 from engine.kv.block_manager import BlockManager, Match
+from engine.scheduling.beam_group import BeamGroup
 from engine.scheduling.draft import StepDraft
 from engine.scheduling.roster import Roster
 from engine.scheduling.transfers import Transfers
@@ -86,11 +87,17 @@ class Pressure:
         group = self._roster.beam_groups.get(sequence.request)
         if group is None:
             self._take_blocks(sequence, self._transfers.swaps(sequence))
-            return
+        else:
+            self.set_down(group)
+
+    def set_down(self, group: BeamGroup) -> None:
+        """Take the blocks of all beams of a group away."""
         group.num_preemptions += any(beam.is_resident for beam in group.live)
         for beam in group.live:
             if beam.block_table or beam.state is SequenceState.RUNNING:
                 self._take_blocks(beam, is_swapped=False)
+        self._blocks.num_held_blocks -= group.num_held_blocks
+        group.num_held_blocks = 0
         group.is_rebuilding = False
         group.arrived.clear()
         self._roster.hold(group)

@@ -102,10 +102,13 @@ class Roster:
             self.preempted_ids[sequence.sequence_id] = None
 
     def branch(self, parent: Sequence, beam: Sequence) -> None:
-        """A beam has two continuations: the second one, which is new, runs or waits as the first does."""
-        self.shares.join(beam)
+        """A beam has two continuations: the second one, which is new, runs, waits or stands aside as the first does."""
         beam.num_charged = len(parent.token_ids)
         beam.state = parent.state
+        if beam.state is SequenceState.PAUSED:
+            self.paused.add(beam)
+            return
+        self.shares.join(beam)
         if beam.state is SequenceState.RUNNING:
             self.running.add(beam)
         else:

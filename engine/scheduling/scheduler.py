@@ -5,6 +5,7 @@ A step costs the host O(sequences in it) and O(blocks that change hands); nothin
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -30,6 +31,7 @@ from streamkv.errors import InvalidField
 from streamkv.sampling import SamplingParams
 
 _NO_BLOCKS: Final[list[int]] = []
+_NO_TOKENS: Final[list[int]] = []
 """Of most decodes; a plan is read only."""
 
 
@@ -214,7 +216,7 @@ class Scheduler:
     def release(self, request: Request) -> None:
         """What a request was held for is there: it waits for its turn, unless its reader is slow."""
         request.is_held = False
-        if not request.is_paused or request.sampling.ranks_choices:
+        if not request.is_paused:
             self._let_wait(request)
 
     def abort(self, request: Request, cause: str, choice: int = -1) -> list[SequenceOutput]:
@@ -239,13 +241,12 @@ class Scheduler:
         return outputs
 
     def pause(self, request: Request) -> None:
-        """Deschedule a request. Tokens of launched steps still come; its blocks are the first to be preempted.
-
-        Where choices are ranked it goes on: its reader gets nothing before its end.
-        """
+        """Deschedule a request. Tokens of launched steps still come; its blocks are the first to be preempted. Beams,
+        which can't lose theirs one by one, lose them at once."""
         request.is_paused = True
-        if request.sampling.ranks_choices:
-            return
+        group = self._roster.beam_groups.get(request)
+        if group is not None:
+            self._pressure.set_down(group)
         for sequence in request.sequences:
             if sequence.state is SequenceState.RUNNING or sequence.state is SequenceState.WAITING:
                 self._roster.pause(sequence)
@@ -297,24 +298,26 @@ class Scheduler:
         launched, sequences = self._launched.popleft()
         assert launched is plan, f"step {plan.step} was collected before step {launched.step}"
         outputs, self._ended = self._ended, []
-        sampled = iter(tokens.token_ids)
+        sampling = sequences
+        if len(tokens.token_ids) < len(sequences):
+            sampling = [sequence for sequence, entry in zip(sequences, plan.scheduled, strict=True) if entry.samples]
+            for sequence, entry in zip(sequences, plan.scheduled, strict=True):
+                if not entry.samples:
+                    self._end_step(sequence)
+        assert len(sampling) == len(tokens.token_ids), f"step {plan.step} has not one token for each that sampled"
         finished = SequenceState.FINISHED
-        for entry, sequence in zip(plan.scheduled, sequences, strict=True):
-            sequence.num_in_flight -= 1
-            if entry.samples:
-                token_id = next(sampled)
-                sequence.num_pending -= 1
+        for sequence, token_id in zip(sampling, tokens.token_ids, strict=True):
+            sequence.num_pending -= 1
             if sequence.state is finished:
-                self.counts.num_wasted_tokens += entry.samples
-                if not sequence.num_in_flight:
-                    self._release(sequence)
+                self.counts.num_wasted_tokens += 1
+                self._end_step(sequence)
                 continue
-            if not entry.samples:
-                continue
+            sequence.num_in_flight -= 1
+            request = sequence.request
             if token_id < 0:
-                if sequence.request.sampling.beam_width:
+                if request.sampling.beam_width:
                     self._beams.take(sequence, tokens)
-                    sequence.request.first_token_s = sequence.request.first_token_s or self._clock()
+                    request.first_token_s = request.first_token_s or self._clock()
                     continue
                 sequence.finish_reason = "error"
                 self._finish(sequence)
@@ -322,9 +325,8 @@ class Scheduler:
                 continue
             token_ids = sequence.token_ids
             token_ids.append(token_id)
-            # What is found in the cache but for its last token begins as a decode, with its blocks.
-            if (entry.is_prefill or entry.new_block_ids) and not sequence.request.first_token_s:
-                sequence.request.first_token_s = self._clock()
+            if not request.first_token_s:
+                request.first_token_s = self._clock()
             if token_id in sequence.stop_ids or len(token_ids) >= sequence.max_len:
                 ending = self._ending(sequence)
                 if ending is not None:
@@ -332,7 +334,6 @@ class Scheduler:
                     outputs.append(self._end(sequence, [token_id], *ending))
                     continue
             outputs.append(SequenceOutput(sequence, [token_id]))
-        assert next(sampled, None) is None, f"step {plan.step} sampled more tokens than its plan asked for"
         if tokens.logprobs:
             outputs = [_with_logprobs(output, tokens) for output in outputs]
         if self._best_of:
@@ -348,6 +349,12 @@ class Scheduler:
             ]
             outputs = parts + outputs
         return outputs
+
+    def _end_step(self, sequence: Sequence) -> None:
+        """A step that had it was collected, and told nothing of it: it has ended, or its prompt goes on."""
+        sequence.num_in_flight -= 1
+        if sequence.state is SequenceState.FINISHED and not sequence.num_in_flight:
+            self._release(sequence)
 
     # transfers
 
@@ -376,45 +383,45 @@ class Scheduler:
         decodes, decoding = draft.decodes, draft.decoding
         index = num_kv_tokens = 0
         while index < len(running):
-            sequence = running[index]
-            if sequence.is_prefilling:
-                index += self._plan_running_prefill(draft, sequence, index)
-                continue
-            if sequence.num_pending and sequence.follows_grammar:
-                index += 1  # it sits out until its last token is on the host: what may come next depends on it
-                continue
-            token_ids, start = sequence.token_ids, sequence.num_computed
-            end = start + 1
-            if end >= sequence.max_len:
-                # The last token that it may have is on its way; or it is a beam, whose group is planned at once.
-                index += self._beams.plan(draft, sequence, index)
-                continue
-            new_block_ids = _NO_BLOCKS
-            # A block that it has already is its own: whoever forks copies the block that both would write, at once.
-            if start >= len(sequence.block_table) * block_size:
-                if not blocks.num_available_blocks and not self._pressure.make_room(draft, sequence, 1, index):
-                    index += sequence.state is SequenceState.RUNNING
-                    continue
-                new_block_ids = [blocks.extend(sequence)]
-            decodes.append(
-                ScheduledSequence(
-                    sequence.sequence_id,
-                    start,
-                    1,
-                    False,
-                    True,
-                    [] if sequence.num_pending else token_ids[-1:],
-                    new_block_ids,
+            for sequence in islice(running, index, None):
+                start, num_pending = sequence.num_computed, sequence.num_pending
+                end = start + 1
+                if sequence.is_prefilling or end >= sequence.max_len or (num_pending and sequence.follows_grammar):
+                    break
+                new_block_ids = _NO_BLOCKS
+                # A block that it has already is its own: whoever forks copies the block that both would write, at once.
+                if not start % block_size and start >= len(sequence.block_table) * block_size:
+                    if not blocks.num_available_blocks:
+                        break
+                    new_block_ids = [blocks.extend(sequence)]
+                token_ids = _NO_TOKENS if num_pending else sequence.token_ids[-1:]
+                decodes.append(
+                    ScheduledSequence(sequence.sequence_id, start, 1, False, True, token_ids, new_block_ids)
                 )
-            )
-            decoding.append(sequence)
-            num_kv_tokens += end
-            sequence.num_computed = end
-            sequence.num_pending += 1
-            sequence.num_in_flight += 1
-            sequence.must_progress = False
-            index += 1
+                decoding.append(sequence)
+                num_kv_tokens += end
+                sequence.num_computed = end
+                sequence.num_pending = num_pending + 1
+                sequence.num_in_flight += 1
+                sequence.must_progress = False
+                index += 1
+            else:
+                break
+            index += self._plan_other(draft, sequence, index)
         draft.num_decode_kv_tokens += num_kv_tokens
+
+    def _plan_other(self, draft: StepDraft, sequence: Sequence, index: int) -> int:
+        """running[index] is no decode that has what it needs: how many places of the running list are dealt with."""
+        if sequence.is_prefilling:
+            return self._plan_running_prefill(draft, sequence, index)
+        if sequence.num_pending and sequence.follows_grammar:
+            return 1  # it sits out until its last token is on the host: what may come next depends on it
+        if sequence.num_computed + 1 >= sequence.max_len:
+            # The last token that it may have is on its way; or it is a beam, whose group is planned at once.
+            return self._beams.plan(draft, sequence, index)
+        if self._pressure.make_room(draft, sequence, 1, index):
+            return 0  # there is room now
+        return sequence.state is SequenceState.RUNNING
 
     def _plan_running_prefill(self, draft: StepDraft, sequence: Sequence, index: int) -> bool:
         """Whether running[index] still runs, be it with a chunk in this step or without."""

@@ -361,8 +361,7 @@ class _Run:
         stream.is_paused, stream.is_resumable = True, for_s < inf
         if self._life is not None and stream.request is not None:
             self._life.scheduler.pause(stream.request)
-            if not stream.wish.sampling.ranks_choices:  # those go on, since nothing is read of them before their end
-                self._patience.forget(stream.request.sequences)
+            self._patience.forget(stream.request.sequences)
         if for_s < inf:
             self._at(self._now_s + for_s, lambda: self._resume(stream))
 

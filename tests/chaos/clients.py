@@ -1,4 +1,7 @@
-"""Clients that read, are cut off and come back, read slowly, or go: what they get is compared with the oracle."""
+"""Clients that read, are cut off and come back at either gateway, read slowly, or go.
+
+What they get is compared with the oracle.
+"""
 
 import asyncio
 import contextlib
@@ -6,14 +9,18 @@ import json
 import random
 import socket
 import struct
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.chaos.report import Report
-from tests.support.served import SHORT, chat
+from tests.chaos.servers import Gateway, Servers
+from tests.support.served import CASES, SHORT, chat
 
 GRACE_S = 120
 STALL_LIMIT_S = 150.0
@@ -21,10 +28,21 @@ STALL_LIMIT_S = 150.0
 LONGEST_AWAY_S = 3.0
 LONGEST_STALL_S = 20.0
 MAX_CUTS = 3
+ATTACH_LIMIT_S = 240.0
+"""In which a stream must be to be had again; an engine may have to start first."""
+BEAMS = [
+    case
+    for case in json.loads((Path(__file__).parents[1] / "data" / "smol135m-beams.json").read_text())["cases"]
+    if case["eos_token_ids"] == [2]
+]
 
 
 class Broken(Exception):
     """The answer is not what was promised."""
+
+
+class GatewayLost(Exception):
+    """The connection broke because its gateway was killed."""
 
 
 @dataclass
@@ -44,10 +62,14 @@ class Plan:
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Plan":
-        kind = rng.choices(["sse", "socket", "whole"], [4, 4, 1])[0]
-        stays = rng.random() < 0.85
-        num_cuts = rng.choice([0, 0, 1, 2, MAX_CUTS]) if kind != "whole" and stays else 0
-        is_slow = kind != "whole" and rng.random() < 0.06
+        kind = rng.choices(["sse", "socket", "whole", "beams"], [8, 8, 2, 1])[0]
+        stays = kind == "beams" or rng.random() < 0.85
+        is_streamed = kind in ("sse", "socket")
+        num_cuts = rng.choice([0, 0, 1, 2, MAX_CUTS]) if is_streamed and stays else 0
+        is_slow = is_streamed and rng.random() < 0.06
+        if kind == "beams":
+            case = rng.choice(BEAMS)
+            return cls(kind, case, case["n"], case["max_tokens"], None, None, [])
         return cls(
             kind=kind,
             case=rng.choice(SHORT),
@@ -58,9 +80,25 @@ class Plan:
             cuts=sorted(rng.sample(range(1, 46), num_cuts)),
         )
 
+    @property
+    def name(self) -> str:
+        told: str = self.case["prompt" if self.kind == "beams" else "name"]
+        return told
+
+    def expected(self, choice: int) -> list[int]:
+        tokens: list[int] = self.case["token_ids"][choice] if self.kind == "beams" else self.case["token_ids"]
+        return tokens[: self.max_tokens]
+
+    def _beams_body(self) -> dict[str, Any]:
+        (prompt,) = [case["prompt_token_ids"] for case in CASES if case["name"] == self.case["prompt"]]
+        fields = {name: self.case[name] for name in ("beam_width", "n", "length_penalty", "max_tokens", "min_tokens")}
+        return {"prompt": prompt, "use_beam_search": True, "temperature": 0, "return_token_ids": True, **fields}
+
     def body(self) -> dict[str, Any]:
+        if self.kind == "beams":
+            return self._beams_body()
         more: dict[str, Any] = {"n": self.n}
-        if self.kind != "whole":
+        if self.kind != "whole":  # what is not streamed has nothing to attach to
             more["attach_grace_s"] = GRACE_S
         if self.stalls_at is not None:  # enough of it to fill every buffer on the way
             more |= {"logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}
@@ -78,8 +116,15 @@ class Told:
     ends: list[list[str]] = field(default_factory=list)
     num_events: int = 0
     is_done: bool = False
+    stream_id: str = ""
+    """Once its gateway has told it: from then on it can be taken up again."""
+    last_id: str = ""
+    """SSE: of the newest event."""
+    marks: list[str] = field(default_factory=list)
+    """WebSocket: how much of each choice is there."""
 
     def __post_init__(self) -> None:
+        self.marks = ["-"] * self.n
         self.token_ids = [[] for _ in range(self.n)]
         self.texts = [""] * self.n
         self.ends = [[] for _ in range(self.n)]
@@ -92,8 +137,8 @@ class Told:
 class Client:
     """One stream after another, until the time is over."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, name: str, report: Report) -> None:
-        self._url = url
+    def __init__(self, servers: Servers, session: aiohttp.ClientSession, name: str, report: Report) -> None:
+        self._servers = servers
         self._session = session
         self._rng = random.Random(f"{report.seed} {name}")
         self._name = name
@@ -103,31 +148,83 @@ class Client:
         num_streams = 0
         while not is_over.is_set():
             plan = Plan.draw(self._rng)
-            what = f"{self._name} stream {num_streams} ({plan.kind} of {plan.case['name']}, n {plan.n})"
+            what = f"{self._name} stream {num_streams} ({plan.kind} of {plan.name}, n {plan.n})"
             num_streams += 1
             try:
                 outcome = await self._stream(plan, what)
+            except GatewayLost:
+                outcome = "without a name when their gateway was killed"
             except (Broken, TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
                 self._report.violate(f"{what}: {type(error).__name__}: {error}")
                 outcome = "broken"
+            self._servers.moved(self, None)
             self._report.ended[outcome] += 1
             if outcome == "refused":
                 await asyncio.sleep(2)
 
     async def _stream(self, plan: Plan, what: str) -> str:
         told = Told(plan.n)
-        run = {"sse": self._over_sse, "socket": self._over_socket, "whole": self._whole}[plan.kind]
-        outcome = await run(plan, told)
+        if plan.kind == "sse":
+            outcome = await self._streamed(plan, told, self._over_sse)
+        elif plan.kind == "socket":
+            outcome = await self._streamed(plan, told, self._over_socket)
+        else:
+            outcome = await self._whole(plan, told)
         if outcome == "finished":
             for choice in range(plan.n):
-                self._report.compare(told.token_ids[choice], plan.case["token_ids"][: plan.max_tokens], what)
-                text: str = plan.case["text_all"]
-                is_whole = plan.max_tokens == len(plan.case["token_ids"])
-                if told.texts[choice] != text if is_whole else not text.startswith(told.texts[choice].rstrip("\ufffd")):
-                    raise Broken(f"the text is {told.texts[choice]!r}")
-                if told.ends[choice] != ["length"]:
-                    raise Broken(f"choice {choice} ended by {told.ends[choice]}")
+                self._report.compare(told.token_ids[choice], plan.expected(choice), what)
+                if plan.kind != "beams":
+                    self._check_end(plan, told, choice)
         return outcome
+
+    def _check_end(self, plan: Plan, told: Told, choice: int) -> None:
+        text: str = plan.case["text_all"]
+        is_whole = plan.max_tokens == len(plan.case["token_ids"])
+        if told.texts[choice] != text if is_whole else not text.startswith(told.texts[choice].rstrip("\ufffd")):
+            raise Broken(f"the text is {told.texts[choice]!r}")
+        if told.ends[choice] != ["length"]:
+            raise Broken(f"choice {choice} ended by {told.ends[choice]}")
+
+    async def _streamed(
+        self, plan: Plan, told: Told, read: "Callable[[Gateway, Plan, Told], Coroutine[Any, Any, str]]"
+    ) -> str:
+        """Read to the end, over as many connections as it takes. `read` returns `cut` when one was broken off on
+        purpose, and `not ready` when the stream can't be taken up just now."""
+        gateway, until_s = self._choose(), inf
+        while True:
+            is_lost = False
+            try:
+                with self._at(gateway):
+                    outcome = await read(gateway, plan, told)
+            except GatewayLost:
+                if not told.stream_id:
+                    raise
+                outcome, is_lost = "cut", True
+                self._report.faults["cut off by their gateway's death, then attached again at the other"] += 1
+            if outcome not in ("cut", "not ready"):
+                return outcome
+            if outcome == "cut":
+                until_s = time.monotonic() + ATTACH_LIMIT_S
+            elif time.monotonic() > until_s:
+                raise Broken(f"it could not be had again for {ATTACH_LIMIT_S:.0f} s")
+            await asyncio.sleep(self._rng.uniform(0, LONGEST_AWAY_S))
+            gateway = self._choose(lost=gateway if is_lost else None)
+
+    def _choose(self, lost: Gateway | None = None) -> Gateway:
+        """A gateway that is not known to be down; not this one that was lost, even if it is there again."""
+        up = [gateway for gateway in self._servers.gateways if not gateway.is_down and gateway is not lost]
+        return self._rng.choice(up or self._servers.gateways)
+
+    @contextlib.contextmanager
+    def _at(self, gateway: Gateway) -> Iterator[None]:
+        """What is done over connections to this gateway. Raises GatewayLost for what breaks by its death."""
+        num_kills, was_down = gateway.num_kills, gateway.is_down
+        try:
+            yield
+        except (aiohttp.ClientError, OSError, Broken) as error:
+            if was_down or gateway.num_kills > num_kills:
+                raise GatewayLost from error
+            raise
 
     async def _stall(self, plan: Plan, told: Told) -> None:
         if plan.stalls_at is not None and told.num_events >= plan.stalls_at:
@@ -158,40 +255,36 @@ class Client:
 
     # SSE
 
-    async def _over_sse(self, plan: Plan, told: Told) -> str:
-        last_id = ""
-        body = {**plan.body(), "stream": True}
-        while True:
-            headers = {"Last-Event-ID": last_id} if last_id else {}
-            if last_id and self._rng.random() < 0.5:
-                asking = self._session.get(f"{self._url}/v1/streams/{last_id.partition('.')[0]}", headers=headers)
-            else:
-                asking = self._session.post(f"{self._url}/v1/chat/completions", json=body, headers=headers)
-            async with asking as response:
-                if response.status == 503 and not last_id:
-                    return "refused"
-                if response.status != 200:
-                    raise Broken(f"status {response.status}: {(await response.text())[:300]}")
-                connection = response.connection
-                transport = connection.transport if connection is not None else None
-                is_cut = False
-                async for event_id, data in _events(response):
-                    last_id = event_id or last_id
-                    told.num_events += 1
-                    self._take_sse(data, told)
-                    if told.is_done:
-                        return "finished"
-                    if self._leaves(plan, told):
-                        self._break(transport, "abandoned")
-                        return "abandoned"
-                    if self._is_cut(plan, told):
-                        self._break(transport, "reset, then attached again")
-                        is_cut = True
-                        break
-                    await self._stall(plan, told)
-                if not is_cut:
-                    raise Broken("it ended without [DONE]")
-            await asyncio.sleep(self._rng.uniform(0, LONGEST_AWAY_S))
+    async def _over_sse(self, gateway: Gateway, plan: Plan, told: Told) -> str:
+        headers = {"Last-Event-ID": told.last_id} if told.last_id else {}
+        if told.stream_id and (not told.last_id or self._rng.random() < 0.5):
+            asking = self._session.get(f"{gateway.url}/v1/streams/{told.stream_id}", headers=headers)
+        else:
+            body = {**plan.body(), "stream": True}
+            asking = self._session.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+        async with asking as response:
+            if response.status == 503:
+                return "not ready" if told.stream_id else "refused"
+            if response.status != 200:
+                raise Broken(f"status {response.status}: {(await response.text())[:300]}")
+            told.stream_id = told.stream_id or response.headers["X-Stream-Id"]
+            self._servers.moved(self, gateway)
+            connection = response.connection
+            transport = connection.transport if connection is not None else None
+            async for event_id, data in _events(response):
+                told.last_id = event_id or told.last_id
+                told.num_events += 1
+                self._take_sse(data, told)
+                if told.is_done:
+                    return "finished"
+                if self._leaves(plan, told):
+                    self._break(transport, "abandoned")
+                    return "abandoned"
+                if self._is_cut(plan, told):
+                    self._break(transport, "reset, then attached again")
+                    return "cut"
+                await self._stall(plan, told)
+            raise Broken("it ended without [DONE]")
 
     def _take_sse(self, data: str, told: Told) -> None:
         if data == "[DONE]":
@@ -201,85 +294,91 @@ class Client:
         if "error" in event:
             raise Broken(f"error: {event['error']}")
         for choice in event["choices"]:
-            told.add(choice["index"], choice["delta"].get("content") or "", choice.get("token_ids") or [])
+            self._add(told, choice["index"], choice["delta"].get("content") or "", choice.get("token_ids") or [])
             if choice["finish_reason"]:
                 told.ends[choice["index"]].append(choice["finish_reason"])
 
     # WebSocket
 
-    async def _over_socket(self, plan: Plan, told: Told) -> str:
-        stream_id = ""
-        marks = ["-"] * plan.n
-        while True:
-            connecting = self._session.ws_connect(f"{self._url}/v1/stream", max_msg_size=0)
-            async with connecting as connection:
-                if stream_id:
-                    asked = {"type": "attach", "id": "a", "stream_id": stream_id, "cursor": ",".join(marks)}
+    async def _over_socket(self, gateway: Gateway, plan: Plan, told: Told) -> str:
+        connecting = self._session.ws_connect(f"{gateway.url}/v1/stream", max_msg_size=0)
+        async with connecting as connection:
+            is_new = not told.stream_id
+            if is_new:
+                asked = {"type": "generate", "id": "a", **plan.body()}
+            else:
+                asked = {"type": "attach", "id": "a", "stream_id": told.stream_id, "cursor": ",".join(told.marks)}
+            await connection.send_str(json.dumps(asked))
+            while True:
+                message = await connection.receive(timeout=STALL_LIMIT_S)
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    raise Broken(f"the socket ended: {message.type.name} {message.data}")
+                event = json.loads(message.data)
+                if event["type"] == "error":
+                    if event["error"]["code"] in ("not_ready", "overloaded"):
+                        return "refused" if is_new else "not ready"
+                    raise Broken(f"error: {event['error']}")
+                if event["type"] == "started":
+                    told.stream_id = event["stream_id"]
+                    self._servers.moved(self, gateway)
+                    continue
+                if event["type"] == "done":
+                    return "finished"
+                told.num_events += 1
+                index = event["index"]
+                if event["type"] == "delta":
+                    self._add(told, index, event["text"], event.get("token_ids") or [])
+                    told.marks[index] = event.get("cursor") or str(event["num_tokens"])
                 else:
-                    asked = {"type": "generate", "id": "a", **plan.body()}
-                await connection.send_str(json.dumps(asked))
-                while True:
-                    message = await connection.receive(timeout=STALL_LIMIT_S)
-                    if message.type is not aiohttp.WSMsgType.TEXT:
-                        raise Broken(f"the socket ended: {message.type.name} {message.data}")
-                    event = json.loads(message.data)
-                    if event["type"] == "error":
-                        if event["error"]["code"] in ("not_ready", "overloaded") and not stream_id:
-                            return "refused"
-                        raise Broken(f"error: {event['error']}")
-                    if event["type"] == "started":
-                        stream_id = event["stream_id"]
-                        continue
-                    if event["type"] == "done":
-                        return "finished"
-                    told.num_events += 1
-                    index = event["index"]
-                    if event["type"] == "delta":
-                        told.add(index, event["text"], event.get("token_ids") or [])
-                        marks[index] = event.get("cursor") or str(event["num_tokens"])
-                    else:
-                        told.ends[index].append(event["finish_reason"])
-                        marks[index] = event.get("cursor") or f"{event['num_tokens']}e"
-                    underlying = connection._conn  # aiohttp has no public way to break a socket
-                    transport = underlying.transport if underlying is not None else None
-                    if self._leaves(plan, told):
-                        if self._rng.random() < 0.5:
-                            await connection.send_str('{"type":"cancel","id":"a"}')
-                            self._report.faults["cancelled"] += 1
-                            return "cancelled"
-                        self._break(transport, "abandoned")
-                        return "abandoned"
-                    if self._is_cut(plan, told):
-                        self._break(transport, "reset, then attached again")
-                        break
-                    await self._stall(plan, told)
-            await asyncio.sleep(self._rng.uniform(0, LONGEST_AWAY_S))
+                    told.ends[index].append(event["finish_reason"])
+                    told.marks[index] = event.get("cursor") or f"{event['num_tokens']}e"
+                underlying = connection._conn  # aiohttp has no public way to break a socket
+                transport = underlying.transport if underlying is not None else None
+                if self._leaves(plan, told):
+                    if self._rng.random() < 0.5:
+                        await connection.send_str('{"type":"cancel","id":"a"}')
+                        self._report.faults["cancelled"] += 1
+                        return "cancelled"
+                    self._break(transport, "abandoned")
+                    return "abandoned"
+                if self._is_cut(plan, told):
+                    self._break(transport, "reset, then attached again")
+                    return "cut"
+                await self._stall(plan, told)
 
     # Not streamed
 
     async def _whole(self, plan: Plan, told: Told) -> str:
-        asking = asyncio.create_task(self._ask(plan))
-        if plan.leaves_after is not None:
-            await asyncio.wait([asking], timeout=plan.leaves_after / 10)
-            if not asking.done():
-                self._report.faults["abandoned by FIN"] += 1
-                asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asking
-                return "abandoned"
-        status, answer = await asking
+        gateway = self._choose()
+        with self._at(gateway):
+            asking = asyncio.create_task(self._ask(gateway, plan))
+            if plan.leaves_after is not None:
+                await asyncio.wait([asking], timeout=plan.leaves_after / 10)
+                if not asking.done():
+                    self._report.faults["abandoned by FIN"] += 1
+                    asking.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asking
+                    return "abandoned"
+            status, answer = await asking
         if status == 503:
             return "refused"
         if status != 200:
             raise Broken(f"status {status}: {answer}")
         for choice in answer["choices"]:
-            told.add(choice["index"], choice["message"]["content"], choice["token_ids"])
+            text = choice["text"] if plan.kind == "beams" else choice["message"]["content"]
+            self._add(told, choice["index"], text, choice["token_ids"])
             told.ends[choice["index"]].append(choice["finish_reason"])
         return "finished"
 
-    async def _ask(self, plan: Plan) -> tuple[int, dict[str, Any]]:
-        async with self._session.post(f"{self._url}/v1/chat/completions", json=plan.body()) as response:
+    async def _ask(self, gateway: Gateway, plan: Plan) -> tuple[int, dict[str, Any]]:
+        path = "/v1/completions" if plan.kind == "beams" else "/v1/chat/completions"
+        async with self._session.post(gateway.url + path, json=plan.body()) as response:
             return response.status, await response.json()
+
+    def _add(self, told: Told, index: int, text: str, token_ids: list[int]) -> None:
+        told.add(index, text, token_ids)
+        self._report.num_received += len(token_ids)
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""What is done to the server: its engine dies, stands still and is replaced, and nonsense comes at every door."""
+"""What is done to the servers: the engine dies, stands still and is replaced, gateways die, and nonsense comes at every
+door."""
 
 import asyncio
 import contextlib
@@ -7,7 +8,6 @@ import os
 import random
 import signal
 import struct
-from collections.abc import Awaitable, Callable
 
 import aiohttp
 import zmq
@@ -31,14 +31,16 @@ from streamkv.protocol import (
 )
 from streamkv.transport import new_gateway_id
 from tests.chaos.report import Report
-from tests.support.served import Served
+from tests.chaos.servers import Servers
 from tests.support.wire_gateway import submission
 
 TOKENS_BETWEEN = 120
-"""The engine is left alone until so many tokens have come since the last time: who may end an engine three times
+"""The servers are left alone until so many tokens have come since the last time: who may end an engine three times
 without a token between is failed (DESIGN §6), and a fault that comes at random is not one of a request's making."""
 PATIENCE_S = 240.0
-BLOWS = ("kill", "stop", "restart", "kill", "pause")
+BLOWS = ("kill", "stop", "restart", "kill", "pause", "gateway", "gateway")
+GATEWAY_START_S = 120.0
+LONGEST_DOWN_S = 5.0
 
 HTTP_PIECES = [
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n",
@@ -86,13 +88,16 @@ WIRE_FRAMES = [
 ]
 
 
-class EngineFaults:
-    """Kills, stops and replaces the engine, again and again."""
+class ServerFaults:
+    """Kills, stops and replaces the engine, and kills gateways, again and again.
 
-    def __init__(self, served: Served, num_tokens: Callable[[], Awaitable[float]], report: Report) -> None:
-        """num_tokens: how many have come from engines so far."""
-        self._served = served
-        self._num_tokens = num_tokens
+    One at a time. A stream is in the engine and at its gateway, and outlives one of them: so nothing dies before those
+    whose gateway was killed are back.
+    """
+
+    def __init__(self, servers: Servers, session: aiohttp.ClientSession, report: Report) -> None:
+        self._servers = servers
+        self._session = session
         self._report = report
         self._rng = random.Random(f"{report.seed} engine")
 
@@ -105,35 +110,43 @@ class EngineFaults:
                 await self._strike(blows.pop())
 
     async def _has_worked(self, is_over: asyncio.Event) -> bool:
-        loop = asyncio.get_running_loop()
-        enough, until_s = await self._num_tokens() + TOKENS_BETWEEN, loop.time() + PATIENCE_S
-        while await self._num_tokens() < enough:
+        report, loop = self._report, asyncio.get_running_loop()
+        enough, until_s = report.num_received + TOKENS_BETWEEN, loop.time() + PATIENCE_S
+        while report.num_received < enough or self._servers.away:
             if is_over.is_set():
                 return False
             if loop.time() > until_s:
-                self._report.violate(f"the engine made no {TOKENS_BETWEEN} tokens in {PATIENCE_S:.0f} s")
+                num_away = len(self._servers.away)
+                report.violate(f"no {TOKENS_BETWEEN} tokens came in {PATIENCE_S:.0f} s; {num_away} are not back")
+                self._servers.away.clear()
                 return False
             await asyncio.sleep(0.25)
         return True
 
     async def _strike(self, kind: str) -> None:
+        servers, faults = self._servers, self._report.faults
+        if kind == "gateway":
+            faults["gateway killed (SIGKILL)"] += 1
+            gateway, pause_s = self._rng.choice(servers.gateways), self._rng.uniform(0, LONGEST_DOWN_S)
+            await servers.kill(gateway, self._session, pause_s, GATEWAY_START_S)
+            return
         if kind == "restart":
-            self._report.faults["engine replaced (SIGUSR1)"] += 1
-            self._served.process.send_signal(signal.SIGUSR1)
+            faults["engine replaced (SIGUSR1)"] += 1
+            servers.engine.process.send_signal(signal.SIGUSR1)
             return
         try:
-            pid = self._served.engine_pid
+            pid = servers.engine.engine_pid
         except ValueError:
             return  # it is being started just now
         with contextlib.suppress(ProcessLookupError):
             if kind == "kill":
-                self._report.faults["engine killed (SIGKILL)"] += 1
+                faults["engine killed (SIGKILL)"] += 1
                 os.kill(pid, signal.SIGKILL)
             elif kind == "stop":
-                self._report.faults["engine hung (SIGSTOP)"] += 1
+                faults["engine hung (SIGSTOP)"] += 1
                 os.kill(pid, signal.SIGSTOP)
             else:
-                self._report.faults["engine slow (SIGSTOP, SIGCONT)"] += 1
+                faults["engine slow (SIGSTOP, SIGCONT)"] += 1
                 os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(self._rng.uniform(0.2, 3))
                 os.kill(pid, signal.SIGCONT)
@@ -142,9 +155,8 @@ class EngineFaults:
 class Nonsense:
     """Malformed input on HTTP, WebSocket and ZeroMQ."""
 
-    def __init__(self, url: str, endpoint: str, session: aiohttp.ClientSession, report: Report) -> None:
-        self._url = url
-        self._endpoint = endpoint
+    def __init__(self, servers: Servers, session: aiohttp.ClientSession, report: Report) -> None:
+        self._servers = servers
         self._session = session
         self._report = report
         self._rng = random.Random(f"{report.seed} nonsense")
@@ -178,7 +190,7 @@ class Nonsense:
         data = b"".join(pieces)
         if self._rng.random() < 0.5:
             data = self._mutated(data)
-        host, port = self._url.removeprefix("http://").split(":")
+        host, port = self._rng.choice(self._servers.gateways).url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             writer.write(data)
@@ -189,7 +201,9 @@ class Nonsense:
             writer.transport.abort()
 
     async def _over_socket(self) -> None:
-        async with self._session.ws_connect(f"{self._url}/v1/stream") as connection:
+        gateway = self._rng.choice(self._servers.gateways)
+        num_kills = gateway.num_kills
+        async with self._session.ws_connect(f"{gateway.url}/v1/stream") as connection:
             for _ in range(self._rng.randrange(1, 6)):
                 text = self._rng.choice(SOCKET_TEXTS)
                 if self._rng.random() < 0.4:
@@ -197,7 +211,8 @@ class Nonsense:
                 await connection.send_str(text)
                 message = await connection.receive(timeout=9)
                 if message.type is not aiohttp.WSMsgType.TEXT:
-                    self._report.violate(f"a text that is no message closed the socket: {text[:80]!r}")
+                    if gateway.num_kills == num_kills:
+                        self._report.violate(f"a text that is no message closed the socket: {text[:80]!r}")
                     return
                 json.loads(message.data)
             self._report.faults["nonsense over WebSocket"] += 1
@@ -215,7 +230,7 @@ class Nonsense:
             dealer.setsockopt(zmq.LINGER, 0)
             odd = self._rng.randbytes(self._rng.randrange(1, 40)).replace(b"\0", b"\1")
             dealer.setsockopt(zmq.ROUTING_ID, new_gateway_id() if self._rng.random() < 0.7 else odd)
-            dealer.connect(self._endpoint)
+            dealer.connect(self._servers.endpoint)
             if self._rng.random() < 0.7:
                 await dealer.send(encode(Hello(WIRE_VERSION, b"\x02" * 16)))
             for _ in range(self._rng.randrange(1, 30)):

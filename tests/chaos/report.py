@@ -17,6 +17,8 @@ class Report:
     """What was done to the server and to its streams, by kind."""
     ended: Counter[str] = field(default_factory=Counter)
     """Streams, by how their clients saw them end."""
+    num_received: int = 0
+    """Tokens that clients were told, of streams that have ended or not."""
     num_tokens: int = 0
     """Compared with the oracle, one by one."""
     num_lost: int = 0
@@ -25,7 +27,7 @@ class Report:
     leaked_blocks: float = -1.0
     busy_gauges: dict[str, float] = field(default_factory=dict)
     engine: dict[str, float] = field(default_factory=dict)
-    """Figures of the gateway about its engines, at the end."""
+    """Figures of the gateways about their engines, at the end; of those that were killed nothing is left."""
     violations: list[str] = field(default_factory=list)
 
     def violate(self, text: str) -> None:

@@ -13,7 +13,15 @@ async def test_two_minutes_of_chaos_lose_and_double_nothing() -> None:
     print(report)
     assert report.is_good, str(report)
     assert report.num_tokens > 0 and report.ended["finished"] > 0
-    kinds = ("engine", "reset, then attached again", "nonsense over HTTP", "nonsense over WebSocket", "nonsense over Z")
+    kinds = (
+        "engine",
+        "gateway killed",
+        "cut off by their gateway's death",
+        "reset, then attached again",
+        "nonsense over HTTP",
+        "nonsense over WebSocket",
+        "nonsense over Z",
+    )
     for kind in kinds:
         assert any(found.startswith(kind) for found in report.faults), f"nothing was injected of: {kind}"
 

@@ -33,42 +33,66 @@ def stream_ids(*names: int) -> list[bytes]:
 def test_the_streams_of_the_steps_in_flight_are_the_next_life_s_suspects(tmp_path: Path) -> None:
     path = str(tmp_path / "flight")
     record = FlightRecord(path)
-    assert record.suspects == []
+    assert record.suspects == {}
     first, second = sequences(1, 2, 2, 3), sequences(3, 4)
     record.launched(first)
-    assert FlightRecord(path).suspects == stream_ids(1, 2, 3)
+    assert list(FlightRecord(path).suspects) == stream_ids(1, 2, 3)
     record.launched(first)
     record.collected()
     record.collected()
-    assert FlightRecord(path).suspects == []
+    assert FlightRecord(path).suspects == {}
     record.launched(first)  # the same again, which is not written again
-    assert FlightRecord(path).suspects == stream_ids(1, 2, 3)
+    assert list(FlightRecord(path).suspects) == stream_ids(1, 2, 3)
     record.launched(second)
-    assert FlightRecord(path).suspects == stream_ids(1, 2, 3, 4)
+    assert list(FlightRecord(path).suspects) == stream_ids(1, 2, 3, 4)
     record.collected()
     record.launched(second)
     record.close()
-    assert FlightRecord(path).suspects == []
+    assert FlightRecord(path).suspects == {}
+
+
+def test_of_ranked_choices_it_says_how_far_they_were_at_the_newest_step(tmp_path: Path) -> None:
+    path = str(tmp_path / "flight")
+    record = FlightRecord(path)
+    plain, ranked = sequences(1, 2)
+    ranked.request.sampling = SamplingParams(0, 10, best_of=2)
+    ranked.request.sequences = [ranked, *sequences(2)]
+    for num_tokens in range(3):
+        ranked.token_ids = [1] * (1 + num_tokens)
+        plain.token_ids.append(5)
+        record.launched([plain, ranked])
+        record.collected()
+    record.launched([plain, ranked])
+    assert FlightRecord(path).suspects == dict(zip(stream_ids(1, 2), (0, 2), strict=True))
+
+
+def test_it_knows_whether_an_engine_ran_before(tmp_path: Path) -> None:
+    path = str(tmp_path / "flight")
+    for is_successor in (False, True):
+        record = FlightRecord(path)
+        assert record.is_successor is is_successor
+        record.close()
+    assert not FlightRecord("").is_successor
 
 
 def test_an_engine_that_ends_twice_before_a_step_suspects_nobody(tmp_path: Path) -> None:
     path = str(tmp_path / "flight")
     FlightRecord(path).launched(sequences(1))
-    assert FlightRecord(path).suspects == stream_ids(1)
-    assert FlightRecord(path).suspects == []
+    assert list(FlightRecord(path).suspects) == stream_ids(1)
+    assert FlightRecord(path).suspects == {}
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x01", b"\x02\x00\x00\x00" + bytes(31), (MAX_STREAMS + 1).to_bytes(4, "little") + bytes(2**20)]
+    "data", [b"", b"\x01", b"\x02\x00\x00\x00" + bytes(39), (MAX_STREAMS + 1).to_bytes(4, "little") + bytes(2**20)]
 )
 def test_what_is_no_record_names_nobody(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "flight"
     path.write_bytes(data)
     path.chmod(0o600)
     record = FlightRecord(str(path))
-    assert record.suspects == []
+    assert record.suspects == {}
     record.launched(sequences(5))
-    assert FlightRecord(str(path)).suspects == stream_ids(5)
+    assert list(FlightRecord(str(path)).suspects) == stream_ids(5)
 
 
 def test_a_file_of_others_is_not_read_and_no_record_is_no_fault(tmp_path: Path) -> None:
@@ -78,7 +102,7 @@ def test_a_file_of_others_is_not_read_and_no_record_is_no_fault(tmp_path: Path) 
     (tmp_path / "link").symlink_to(path)
     for bad in (str(path), str(tmp_path / "link"), str(tmp_path), str(tmp_path / "none" / "flight"), ""):
         record = FlightRecord(bad)
-        assert record.suspects == []
+        assert record.suspects == {}
         record.launched(sequences(2))
         record.collected()
         record.close()
@@ -102,7 +126,7 @@ def test_it_outlives_a_killed_process(tmp_path: Path) -> None:
         assert child.stdout is not None and child.stdout.readline() == b"launched\n"
         child.send_signal(signal.SIGKILL)
         child.wait(30)
-    assert FlightRecord(path).suspects == stream_ids(7, 8)
+    assert list(FlightRecord(path).suspects) == stream_ids(7, 8)
 
 
 def test_an_engine_tells_whom_the_one_before_it_computed_when_it_failed() -> None:

@@ -13,6 +13,8 @@ from tests.support.scripted_engine import serving
 from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
 from tests.support.wire_gateway import WireGateway, submission
 
+PROMPT = [30, 5, 6, 7]
+
 
 class Watched(ScriptedExecutor):
     """Notes which sequences each step had."""
@@ -105,3 +107,46 @@ def test_a_continuation_that_is_cached_but_for_its_last_token_holds_the_others_n
         assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)
         assert 21 not in gateway.requests or not gateway.requests[21].finished
         assert gateway.wait_end(21).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 300)[30:]
+
+
+RANKED = [SamplingParams(seed=30, max_tokens=40, n=2, temperature=0.0, beam_width=3),
+          SamplingParams(seed=30, max_tokens=40, n=2, temperature=1.0, best_of=4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("sampling", RANKED, ids=["beams", "best_of"])
+def test_ranked_choices_stand_aside_for_a_suspect_and_are_what_they_would_have_been(
+    sampling: SamplingParams, max_in_flight: int
+) -> None:
+    executor = Watched(max_in_flight)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gateway.send(submission(30, PROMPT, sampling=sampling))
+        undisturbed = gateway.wait_end(30, 2).tokens
+        gateway.send(submission(31, PROMPT, sampling=sampling))
+        gateway.send(Pause(31))  # of its reader, who has nothing to read before its end
+        gateway.send(named(10, 60))
+        gateway.wait_tokens(10, 6)
+        gateway.send(named(20, 8, runs_alone=True))
+        assert gateway.wait_end(20).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 8)
+        assert gateway.wait_end(31, 2).tokens == undisturbed
+        assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 60)
+    assert set(executor.steps_with(20)[0]) == {20}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("sampling", RANKED, ids=["beams", "best_of"])
+def test_ranked_suspects_run_alone_until_they_have_come_further_than_before(
+    sampling: SamplingParams, max_in_flight: int
+) -> None:
+    executor = Watched(max_in_flight)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gateway.send(named(10, 80))
+        gateway.wait_tokens(10, 3)
+        gateway.send(submission(30, PROMPT, sampling=sampling, runs_alone=True, ranked_tokens=12))
+        assert len(gateway.wait_end(30, 2).tokens) == 2
+        gateway.wait_end(10)
+    steps = executor.steps_with(30)
+    num_alone = next(place for place, step in enumerate(steps) if 10 in step)
+    assert 12 < num_alone <= 12 + 1 + max_in_flight, "a step for each token, and those that were on their way"

@@ -12,11 +12,14 @@ from streamkv.protocol import (
     WIRE_VERSION,
     Abort,
     Attach,
+    Attached,
     Drain,
+    Finished,
     GatewayMessage,
     GetStats,
     Heartbeat,
     Hello,
+    Keep,
     Pause,
     Ready,
     Resume,
@@ -54,6 +57,11 @@ VALID: list[GatewayMessage] = [
     Heartbeat(7, 9, True, 0.5, 0.25),
     Hello(WIRE_VERSION, b"\x01" * 16),
     GetStats(1),
+    Keep(
+        Attached(0, (9).to_bytes(16, "big"), b"state", pack_ids([1]), 0, [pack_ids([4])], [Finished(0, 0, "length")]),
+        "someone",
+        0.5,
+    ),
 ]
 FRAMES = [encode(message) for message in VALID]
 
@@ -103,7 +111,7 @@ plain = st.recursive(
     max_leaves=6,
 )
 packed = st.lists(plain, max_size=6).map(msgspec.msgpack.encode) | st.tuples(
-    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9]), st.lists(plain, max_size=13)
+    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 11]), st.lists(plain, max_size=13)
 ).map(lambda pair: msgspec.msgpack.encode([pair[0], *pair[1]]))
 frames = (st.binary(max_size=80) | mutated() | packed).filter(harmless)
 

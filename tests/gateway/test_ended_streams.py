@@ -36,3 +36,12 @@ async def test_beyond_the_bound_the_first_goes_first() -> None:
     with_logprobs = Attached(0, b"l" * 16, b"", b"", 0, [b""], logprobs=[TokenLogprobs(bytes(200))])
     streams.keep(with_logprobs, "", 60)
     assert streams.find(b"l" * 16, "") is None and streams.find(remains(4).stream_id, "") is None
+
+
+async def test_a_new_engine_is_told_of_each_for_the_rest_of_its_time() -> None:
+    streams = EndedStreams()
+    for name, grace_s in ((1, 60.0), (2, 30.0)):
+        streams.keep(remains(name), "alice", grace_s)
+    told = list(streams.for_next_engine())
+    assert [(keep.remains, keep.tenant) for keep in told] == [(remains(1), "alice"), (remains(2), "alice")]
+    assert all(limit - 10 < keep.grace_s <= limit for keep, limit in zip(told, (60, 30), strict=True))

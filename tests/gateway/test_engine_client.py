@@ -18,6 +18,7 @@ from streamkv.protocol import (
     Finished,
     Heartbeat,
     Hello,
+    Keep,
     ModelFacts,
     Pause,
     Ready,
@@ -55,6 +56,8 @@ class RecordingSink:
         self.padding = b""
         self.is_broken = False
         self.num_cached_tokens = 0
+        self.num_ranked_tokens: list[int] = []
+        """As it was told of each end of an engine that it may be the reason of."""
 
     def hit(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens = num_cached_tokens
@@ -75,6 +78,9 @@ class RecordingSink:
         self.tokens += self.gathered
         self.gathered.clear()
         self.num_flushes += 1
+
+    def suspected(self, num_ranked_tokens: int) -> None:
+        self.num_ranked_tokens.append(num_ranked_tokens)
 
     def reject(self, rejected: Rejected) -> None:
         self.rejected.append(rejected)
@@ -364,6 +370,29 @@ async def test_a_broken_connection_to_the_same_engine_is_mended_by_attaching(bar
         bare.send(Rejected(attach.request_id, "unknown_stream", "gone"))
         again = await bare.wait_for(Submit, 2)
         assert again.prior_token_ids == [pack_ids([5])] and sink.tokens == [5], "an old id's token was taken"
+
+
+async def test_a_new_engine_names_its_suspects_and_is_given_what_has_ended(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sinks = [RecordingSink(stream_id=bytes([name]) * 16) for name in range(3)]
+        for place, sink in enumerate(sinks):
+            client.submit(sink)
+            await bare.wait_for(Submit, place + 1)
+        remains = Attached(0, b"e" * 16, b"state", pack_ids([1]), 0, [pack_ids([2])], [Finished(0, 0, "length")])
+        client.ended.keep(remains, "alice", 60.0)
+        suspects = [sink.stream_id for sink in sinks[:2]]
+        bare.send(msgspec.structs.replace(READY, epoch=READY.epoch + 1, suspects=suspects, suspects_tokens=[0, 7]))
+        keep = await bare.wait_for(Keep)
+        assert (keep.remains, keep.tenant) == (remains, "alice") and 0 < keep.grace_s <= 60
+        assert [sink.num_ranked_tokens for sink in sinks] == [[0], [7], []]
+        bare.got.clear()
+        bare.send(msgspec.structs.replace(READY, epoch=READY.epoch + 1, suspects=suspects, suspects_tokens=[0, 7]))
+        await bare.wait_for(Heartbeat, 2)
+        assert not any(isinstance(message, Keep) for message in bare.got), "the same engine says it again"
+        assert [sink.num_ranked_tokens for sink in sinks] == [[0], [7], []]
 
 
 async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare: BareEngine) -> None:

@@ -326,7 +326,7 @@ async def test_it_survives_its_engine_while_nobody_reads(slow: RunningGateway) -
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"stop": text_of(60)[-4:]}, {"logprobs": 1, "echo": True}], ids=str)
 async def test_what_had_ended_before_its_client_came_back_outlives_its_engine(more: dict[str, Any]) -> None:
     with serving(executor(step_s=0.005)) as engine:
-        async with running_gateway(engine.endpoint) as gateway:
+        async with running_gateway(engine.endpoint) as gateway, running_gateway(engine.endpoint) as other:
             unbroken = joined(received(await raw_answer(gateway, TEXT, completion(80, attach_grace_s=0, **more)))[1])
             async with gateway.session.post(gateway.url + TEXT, json=completion(80, **more)) as response:
                 event_id, first = received(await response.content.readuntil(b"\n\n"))
@@ -338,9 +338,48 @@ async def test_what_had_ended_before_its_client_came_back_outlives_its_engine(mo
                 again = received(await rest(gateway, event_id))[1]
                 told = joined(first + again)
                 assert joined(first + received(await rest(gateway, event_id))[1]) == told, "and once more"
+                await other.wait_ready()
+                await eventually_async(lambda: _has(other, event_id))
+                assert joined(first + received(await rest(other, event_id))[1]) == told, "and elsewhere"
                 assert len(told.pop("heads")) == len(unbroken.pop("heads")) == 1
                 assert told == unbroken
-                assert (await gateway.get(f"/v1/streams/{'0' * 32}"))[0] == 404
+
+
+async def test_a_new_engine_says_to_come_again_until_every_gateway_has_brought_its_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.requests._SUCCESSION_S", 1.0)
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            name = "0" * 32
+            assert await answer_of_status(gateway, name) == 404, "no engine was here before"
+            engine.stop()
+            with serving(executor(), endpoint=engine.endpoint):
+                await gateway.wait_ready()
+                async with gateway.session.get(f"{gateway.url}/v1/streams/{name}") as response:
+                    assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
+                    assert (await response.json())["error"]["code"] == "not_ready"
+
+                async def is_unknown() -> bool:
+                    return await answer_of_status(gateway, name) == 404
+
+                await eventually_async(is_unknown)
+
+
+async def test_the_engines_longest_grace_period_holds_at_every_gateway() -> None:
+    with serving(executor(), max_attach_grace_s=0.2) as engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            last_id, _ = received(await raw_answer(gateway, TEXT, completion()))
+            name = last_id.partition(".")[0]
+            assert await answer_of_status(gateway, name) == 200
+            kept = gateway.app[keys.ENGINE].ended
+            assert [keep.grace_s <= 0.2 for keep in kept.for_next_engine()] == [True]
+            await eventually(lambda: not list(kept.for_next_engine()))
+
+            async def is_unknown() -> bool:
+                return await answer_of_status(gateway, name) == 404
+
+            await eventually_async(is_unknown)
 
 
 async def test_who_waits_for_an_engine_keeps_the_stream_alive_meanwhile() -> None:

@@ -9,7 +9,7 @@ import pytest
 from gateway.bounded_writer import BoundedWriter, Outbox
 from gateway.cursor import at_token, parse_cursor
 from gateway.deltas import Delta
-from gateway.streams import MAX_ENGINE_DEATHS, Ending, Stream, StreamState, Usage
+from gateway.streams import MAX_DEATHS_BEHIND, MAX_ENGINE_DEATHS, Ending, Stream, StreamState, Usage
 from streamkv.errors import StreamKVError
 from streamkv.protocol import Attached, Finished, pack_ids
 from streamkv.sampling import SamplingParams
@@ -124,11 +124,41 @@ async def test_a_stream_at_which_engines_keep_dying_is_run_alone_then_failed() -
         submit = stream.submission(request_id)
         assert submit is not None
         alone.append(submit.runs_alone)
-        stream.suspected()
+        stream.suspected(0)
     assert alone == [False, False, True]
     assert stream.submission(9) is None
     assert stream.is_done and told.num_closed == 1 and told.failure is not None
     assert [end.finish_reason for end in told.ends] == ["error"]
+
+
+async def test_ranked_choices_are_cleared_by_coming_further_than_at_any_end_before() -> None:
+    told = Told()
+    stream = begun(told, sampling=SamplingParams(seed=1, max_tokens=50, best_of=3))
+    counted = []
+    for num_tokens in (0, 4, 3, 9, 7):
+        stream.suspected(num_tokens)
+        submit = stream.submission(8)
+        assert submit is not None and submit.prior_token_ids == []
+        counted.append((submit.runs_alone, submit.ranked_tokens))
+    assert counted == [(False, 0), (False, 4), (True, 4), (False, 9), (True, 9)]
+    stream.suspected(5)
+    assert stream.submission(9) is not None, "it was past that place before, and not what ended the engine there"
+    stream.suspected(9)
+    assert stream.submission(10) is None and told.failure is not None
+
+
+async def test_ends_at_which_ranked_choices_were_behind_do_not_go_on_for_ever() -> None:
+    stream = begun(Told(), sampling=SamplingParams(seed=1, max_tokens=50, best_of=3))
+    stream.suspected(30)
+    for _ in range(MAX_DEATHS_BEHIND):
+        stream.suspected(5)
+        submit = stream.submission(8)
+        assert submit is not None and not submit.runs_alone
+    stream.suspected(5)
+    submit = stream.submission(8)
+    assert submit is not None and submit.runs_alone
+    stream.suspected(5)
+    assert stream.submission(9) is None
 
 
 async def test_deaths_at_which_it_was_not_computed_and_those_before_a_token_do_not_count() -> None:
@@ -137,7 +167,7 @@ async def test_deaths_at_which_it_was_not_computed_and_those_before_a_token_do_n
     for token_id in IDS[:6]:
         alone = []
         for _ in range(MAX_ENGINE_DEATHS - 1):
-            stream.suspected()
+            stream.suspected(0)
             submits = [stream.submission(1), stream.submission(2)]  # again, after a broken connection
             alone += [submit is not None and submit.runs_alone for submit in submits]
         assert alone == [False, False, True, True]

@@ -17,6 +17,7 @@ from streamkv.protocol import (
     Heartbeat,
     Hello,
     Histogram,
+    Keep,
     Loading,
     ModelFacts,
     Pause,
@@ -60,8 +61,14 @@ SUBMIT = Submit(
     label="läbel",
     shares_prefix=True,
     prior_logprobs=[TokenLogprobs(pack_floats([-0.5]), pack_ids([3]), pack_floats([-0.5]))],
+    runs_alone=True,
+    ranked_tokens=7,
 )
 TOLD = TokenLogprobs(pack_floats([-0.5, -2.0]), pack_ids([4, 5, 6, 7]), pack_floats([-0.5, -1, -1.5, -2]))
+END = Finished(1, 0, "stop", "eos", 2, 10, 1)
+ATTACHED = Attached(
+    1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END], [TOLD, TokenLogprobs(b"")], TOLD
+)
 FROM_GATEWAY: list[GatewayMessage] = [
     Hello(WIRE_VERSION, b"g" * 16),
     Heartbeat(5, 2**62),
@@ -72,10 +79,10 @@ FROM_GATEWAY: list[GatewayMessage] = [
     Attach(1, b"s" * 16, 7, "tenant"),
     GetStats(9),
     Drain(2.5),
+    Keep(ATTACHED, "tenant", 7.5),
 ]
-END = Finished(1, 0, "stop", "eos", 2, 10, 1)
 FROM_ENGINE: list[EngineMessage] = [
-    Ready(WIRE_VERSION, 2**62, ModelFacts("m", 10, 20, [2], "float32", "cpu", 5), 16, 100, 256, 8192),
+    Ready(WIRE_VERSION, 2**62, ModelFacts("m", 10, 20, [2], "float32", "cpu", 5), 16, 100, 256, 8192, [b"s"], [3], 4.5),
     Loading("loading weights", 12.5),
     StepOutput(
         3,
@@ -88,7 +95,7 @@ FROM_ENGINE: list[EngineMessage] = [
         prompt_logprobs=[PromptLogprobs(1, 1, TOLD)],
     ),
     Rejected(1, "invalid", "too long", "prompt", 1.5),
-    Attached(1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END], [TOLD, TokenLogprobs(b"")], TOLD),
+    ATTACHED,
     Stats(1, {"a": 1.5}, {"b": 2.0}, {"h": Histogram([1.0], [2, 3], 4.5)}),
     Heartbeat(5, 2**62, True, 1.5, 2.5),
     WireError("undecodable", "why", 7),

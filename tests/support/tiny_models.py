@@ -5,6 +5,9 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +34,7 @@ _SIZES = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+_GEMMA_SIZES = {**_SIZES, "head_dim": 24}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -65,6 +69,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "phi3-partly-rotated": Phi3Config(
         **_SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
+    "gemma": GemmaConfig(**_GEMMA_SIZES),
+    # Caps that these small scores and logits come near to.
+    "gemma2": Gemma2Config(
+        **_GEMMA_SIZES,
+        sliding_window=9,
+        query_pre_attn_scalar=40,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_GEMMA_SIZES, sliding_window=7, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
 }
 
 
@@ -76,7 +92,7 @@ def make_tiny_model(name: str, folder: Path, dtype: torch.dtype = torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
-                parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + (-0.5 if "gemma" in name else 0.5))
             elif parameter_name.endswith("bias"):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model = model.to(dtype)

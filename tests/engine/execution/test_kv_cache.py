@@ -1,12 +1,23 @@
 """How many blocks fit, what is said when they do not, and block copies."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.execution.kv_cache import GIB, KvCache, bytes_per_block, size_host, size_pool
+from engine.execution.kv_cache import (
+    GIB,
+    KvCache,
+    bytes_per_block,
+    resolve_cache_dtype,
+    rounded_up,
+    size_host,
+    size_pool,
+)
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig, RopeConfig
 from streamkv.config import EngineConfig
@@ -96,6 +107,24 @@ def test_the_control_groups_limit_cuts_the_pool_on_a_big_host(tmp_path: Path) ->
     assert 0.8 * GIB < size.num_blocks * bytes_per_block(model(), 16) < GIB
 
 
+@given(st.floats(1e-9, 1e6))
+def test_a_number_that_is_told_is_enough_and_at_most_a_hundredth_too_much(number: float) -> None:
+    assert number <= float(rounded_up(number)) <= number * 1.0101
+
+
+@given(st.integers(2, 8192), st.floats(0.001, 0.3))
+def test_the_memory_that_an_error_names_is_enough(length: int, gib: float) -> None:
+    def sized(gib: float) -> int:
+        return size_pool(EngineConfig(max_model_len=length, kv_cache_memory_gib=gib), model(), None).max_model_len
+
+    try:
+        assert sized(gib) == length
+    except ConfigError as error:
+        named = re.search(r"(?:raise kv_cache_memory_gib to|GiB of KV memory hold no .*, ([\d.]+) one of)", str(error))
+        assert named is not None
+        assert sized(float(named[1] or str(error).rpartition(" ")[2])) == length
+
+
 def test_memory_for_no_sequence_at_all_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_memory_gib.*hold no sequence"):
         size_pool(EngineConfig(kv_cache_memory_gib=0.0005), model(), None)
@@ -126,15 +155,66 @@ def test_host_memory_for_no_block_is_an_error_and_the_size_it_names_holds_one() 
         size_host(EngineConfig(host_kv_memory_gib=1.0), BLOCK_BYTES, 9 * GIB, 10 * GIB)
 
 
-def test_copies_move_whole_blocks_in_every_layer_and_nothing_else() -> None:
-    cache = KvCache(model(num_layers=3), num_blocks=6, block_size=4)
-    for layer in cache.layers:
-        for tensor in layer:
-            tensor.copy_(torch.randn(tensor.shape))
-    before = [(keys.clone(), values.clone()) for keys, values in cache.layers]
+def test_the_caches_type_is_that_of_the_weights_on_a_gpu_and_float32_on_a_cpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert resolve_cache_dtype("auto", torch.bfloat16, cpu) == torch.float32
+    assert resolve_cache_dtype("auto", torch.bfloat16, gpu) == torch.bfloat16
+    assert resolve_cache_dtype("fp8", torch.bfloat16, gpu) == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="kv_cache_dtype: fp8 needs a GPU"):
+        resolve_cache_dtype("fp8", torch.bfloat16, cpu)
+
+
+def test_scales_go_with_a_float8_cache_one_for_each_layer_and_kv_head(device: torch.device) -> None:
+    cache = KvCache(model(num_layers=2), 5, 16, torch.float8_e4m3fn, device)
+    for scales in (cache.key_scales, cache.value_scales):
+        assert scales is not None and scales.dtype == torch.float32 and scales.device.type == device.type
+        assert scales.tolist() == [[1.0] * 3] * 2
+    assert cache.key_scales is not cache.value_scales
+    plain = KvCache(model(num_layers=2), 5, 16, torch.bfloat16, device)
+    assert plain.key_scales is None and plain.value_scales is None
+
+
+CACHE_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_a_cache_of_any_type_begins_with_zeros_in_one_piece(dtype: torch.dtype, device: torch.device) -> None:
+    cache = KvCache(model(num_layers=3), 7, 5, dtype, device)
+    assert cache.storage.shape == (3, 2, 7, 5, 3, 64) and cache.storage.is_contiguous()
+    assert cache.storage.nbytes == 7 * bytes_per_block(model(num_layers=3), 5, dtype)
+    assert cache.storage.data_ptr() % 64 == 0
+    assert not cache.storage.view(torch.uint8).any()
+    assert cache.planes.shape == (6, 7, 5, 3, 64)
+    assert cache.planes.data_ptr() == cache.storage.data_ptr()
+    assert cache.layers[2][1].data_ptr() == cache.planes[5].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_copies_move_whole_blocks_in_every_layer_and_nothing_else(dtype: torch.dtype, device: torch.device) -> None:
+    cache = KvCache(model(num_layers=3), 6, 4, dtype, device)
+    numbers = cache.storage.view(torch.uint8)
+    numbers.copy_(torch.randint(0, 256, numbers.shape, dtype=torch.uint8))
+    before = numbers.clone()
     cache.copy_blocks([(1, 4), (1, 5), (3, 2)])
-    for layer, old_layer in zip(cache.layers, before, strict=True):
-        for tensor, old in zip(layer, old_layer, strict=True):
-            for block, source in enumerate([0, 1, 3, 3, 1, 1]):
-                assert torch.equal(tensor[block], old[source])
+    for block, source in enumerate([0, 1, 3, 3, 1, 1]):
+        assert torch.equal(numbers[:, :, block], before[:, :, source])
     cache.copy_blocks([])
+
+
+def test_a_devices_copies_do_as_the_cpus_step_after_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also beyond the room that they begin with, and when their buffers come round again."""
+    block_copies = pytest.importorskip("engine.execution.block_copies")
+    monkeypatch.setattr(block_copies, "_FIRST_CAPACITY", 4)
+    num_blocks = 50
+    cache = KvCache(model(num_layers=1), num_blocks, 1, torch.bfloat16, device)
+    cache.storage.copy_(torch.randn(cache.storage.shape))
+    expected = cache.storage.cpu()
+    copies = block_copies.DeviceBlockCopies(cache.planes)
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 3, 2, 7, 1, 5, 20, 0, 21, 2):
+        order = torch.randperm(num_blocks - 1, generator=generator)[: 2 * count] + 1
+        pairs = [(int(source), int(target)) for source, target in order.view(-1, 2)]
+        copies.run(pairs)
+        for source, target in pairs:
+            expected[:, :, target] = expected[:, :, source]
+    assert torch.equal(cache.storage.cpu(), expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.execution.disk_store import DiskStore
-from engine.execution.offload import CpuBlockCopier, HostMemory, Offload, allocate_host_memory
+from engine.execution.offload import CpuBlockCopier, HostMemory, Mark, Offload, allocate_host_memory
 from engine.transfer import StoredBlock, Transfer, TransferKind, TransferResult, block_digest
 from streamkv.protocol import pack_ids
 
@@ -176,6 +176,15 @@ class HeldCopier:
         self.may_go = threading.Event()
         self.begun = threading.Event()
         self.calls: list[tuple[list[int], list[int]]] = []
+        self.marked_by: list[threading.Thread] = []
+        self.waited_by: list[threading.Thread] = []
+
+    def mark(self) -> Mark:
+        self.marked_by.append(threading.current_thread())
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        self.waited_by.append(threading.current_thread())
 
     def to_host(self, block_ids: list[int], host_ids: list[int]) -> None:
         self.begun.set()
@@ -205,6 +214,8 @@ def test_starting_and_asking_never_wait_and_the_disk_does_not_wait_for_copies(tm
         assert all_done.acquire(timeout=WAIT_S)
     assert [result.transfer_id for result in offload.take_finished()] == [1, 2, 3]
     assert copier.calls == [([1], [1]), ([2], [2]), ([3], [3])]
+    assert copier.marked_by == [threading.current_thread()] * 3, "behind the steps that this thread has launched"
+    assert len(copier.waited_by) == 3 and threading.current_thread() not in copier.waited_by
     offload.close()
     store.close()
 

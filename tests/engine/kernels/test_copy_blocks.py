@@ -40,6 +40,21 @@ def test_swaps_between_pools_of_different_size(device: torch.device) -> None:
     assert torch.equal(target[:, [0, 2]], untouched)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_gathers_blocks_into_one_piece_each_and_scatters_them_again(dtype: torch.dtype, device: torch.device) -> None:
+    """To and from [n, num_planes, ...], seen with the first two dimensions changed."""
+    cache = pool(4, 9, dtype, device, 0)
+    staging = pool(3, 4, dtype, device, 1)
+    gathered = torch.tensor([[7, 0], [2, 2], [5, 1]], dtype=torch.int32, device=device)
+    copy_blocks(cache, staging.transpose(0, 1), gathered)
+    for block, row in gathered.tolist():
+        assert torch.equal(staging[row].view(torch.uint8), cache[:, block].view(torch.uint8))
+    expected = cache.clone().view(torch.uint8)
+    expected[:, 8] = staging[2].view(torch.uint8)
+    copy_blocks(staging.transpose(0, 1), cache, torch.tensor([[2, 8]], dtype=torch.int32, device=device))
+    assert torch.equal(cache.view(torch.uint8), expected)
+
+
 def test_refuses_what_does_not_fit_together(device: torch.device) -> None:
     cache = pool(2, 4, torch.float32, device, 0)
     pairs = torch.tensor([[1, 2]], dtype=torch.int32, device=device)

@@ -110,7 +110,7 @@ def test_rope_of_transformers_4_and_5_read_the_same(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         ({"eos_token_id": "2"}, "eos_token_id"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),

@@ -9,7 +9,7 @@ import torch
 
 from engine.models import fingerprint as fingerprint_module
 from engine.models.config import ModelConfig
-from engine.models.fingerprint import ENGINE_FOLDER, fingerprint
+from engine.models.fingerprint import ENGINE_FOLDER, fingerprint, placing
 from engine.models.load import read_config
 from streamkv.errors import ModelError
 from streamkv.model_files import ModelFiles, resolve
@@ -105,8 +105,37 @@ def test_other_code_and_another_pytorch_begin_anew(
         source.write_text(text)
     (copy / "loop.py").write_text("# has no part in it")
     assert of(files, config, engine_folder=copy) == before
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99.0")
+        assert of(files, config) != before
+    monkeypatch.setattr(fingerprint_module, "version", lambda name: "9.9.9")
     assert of(files, config) != before
+
+
+def test_device_types_quantization_and_order_of_sums_count() -> None:
+    words = [
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096),
+        placing(torch.float16, torch.bfloat16, 16, 4096),
+        placing(torch.bfloat16, torch.float8_e4m3fn, 16, 4096),
+        placing(torch.bfloat16, torch.bfloat16, 32, 4096),
+        placing(torch.bfloat16, torch.bfloat16, 16, 2048),
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096, "NVIDIA H200"),
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096, quantization="fp8"),
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096, is_deterministic=True),
+    ]
+    assert len(set(words)) == len(words)
+    assert placing(torch.bfloat16, torch.bfloat16, 16, 4096) == words[0]
+
+
+def test_dummy_weights_have_no_files_and_are_no_models_own(config: ModelConfig, tmp_path: Path) -> None:
+    dummy = ModelFiles("folder", tmp_path, "tiny", tmp_path, ())
+    told: list[float] = []
+    first = fingerprint(dummy, config, PLACING, 2, lambda stage, percent: told.append(percent))
+    assert first == of(dummy, config) and told == []
+    (tmp_path / "empty").mkdir()
+    assert first not in (of(files_of(tmp_path / "empty", b""), config), of(files_of(tmp_path, b"abc"), config))
+    assert first != of(dummy, dataclasses.replace(config, rms_norm_eps=1e-4))
+    assert first != of(dummy, config, ("torch.bfloat16", "16 tokens"))
 
 
 def test_progress_grows_to_100_and_a_file_that_shrinks_meanwhile_is_an_error(

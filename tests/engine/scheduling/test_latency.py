@@ -81,6 +81,26 @@ def test_a_short_calibration_predicts_steps_that_were_not_in_it(device: Device, 
     assert worst_error(calibrated(device), device, random_loads(200)) < bound
 
 
+def test_a_device_that_pads_its_steps_is_predicted_and_its_steps_are_filled() -> None:
+    buckets = [64, 128, 256, 512, 768, 1024]
+
+    def padded(load: StepLoad) -> float:
+        """As the CPU, for as many tokens as the smallest bucket that holds those of a step with prompts."""
+        num_tokens = load.num_prefill_tokens + load.num_decodes
+        size = min([size for size in buckets if size >= num_tokens], default=num_tokens)
+        return cpu(load) + (1.6e-3 * (size - num_tokens) if load.num_prefill_tokens else 0.0)
+
+    model = LatencyModel([(load, padded(load)) for load in CALIBRATION], token_buckets=buckets)
+    assert worst_error(model, padded, random_loads(200)) < 0.05
+    assert worst_error(model, padded, [chunk(2000), chunk(1020, 50, decodes=5)]) < 0.05
+    for target_s in (0.3, 0.6, 1.0):
+        decodes = chunk(0, decodes=9)
+        num_tokens = model.prefill_tokens_within(target_s, decodes, 100)
+        assert padded(decodes.with_chunk(num_tokens, 100)) <= target_s * 1.05
+        size = min(size for size in buckets if size >= num_tokens + 9)
+        assert num_tokens + 9 > 0.9 * size, "hardly any padding"
+
+
 def test_a_calibration_with_a_tenth_of_noise_is_no_worse_than_that() -> None:
     noise = random.Random(5)
     model = LatencyModel([(load, cpu(load) * noise.uniform(0.9, 1.1)) for load in CALIBRATION])

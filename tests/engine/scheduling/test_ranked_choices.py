@@ -223,17 +223,25 @@ def test_an_end_at_every_moment_frees_all_and_returns_no_token(
         finish(driver)
 
 
-def test_what_is_ranked_goes_on_while_its_reader_is_slow() -> None:
-    driver = Driver(num_blocks=200)
+@pytest.mark.parametrize("num_turns", range(6))
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_what_is_ranked_stands_aside_and_goes_on_with_the_same_choices(num_turns: int, max_in_flight: int) -> None:
+    driver = Driver(num_blocks=200, max_in_flight=max_in_flight)
     group = driver.submit(PROMPT, beam_width=3, max_tokens=10)
     best_of = driver.submit(PROMPT, best_of=3, max_tokens=10, temperature=1.0)
-    driver.turn()
-    driver.pause(group)
-    driver.pause(best_of)
-    assert driver.scheduler.num_paused == 0
+    for _ in range(num_turns):
+        driver.turn()
+    driver.plan()
+    for request in (group, best_of):
+        driver.pause(request)
+    driver.run()  # what is on its way comes, and nothing more
+    assert driver.scheduler.num_running == driver.scheduler.num_waiting == 0
+    assert not group.is_finished and not best_of.is_finished
+    other = driver.submit([20, 21], max_tokens=10)
     driver.run()
-    assert group.is_finished and best_of.is_finished
-    driver.scheduler.resume(group)
+    assert other.is_finished and driver.scheduler.num_paused == len(group.sequences) + 3
+    for request in (group, best_of):
+        driver.scheduler.resume(request)
     finish(driver)
 
 

@@ -1,0 +1,553 @@
+"""The executor on a GPU: the host plans and launches one step while the device runs the one before."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import torch
+
+from engine.execution.cuda_graph import GraphKey, StepGraphs, bucket, sequence_buckets, token_buckets
+from engine.execution.device_sampler import DeviceSampler, PendingPromptLogprobs, PendingRows
+from engine.execution.disk_store import DiskStore
+from engine.execution.gpu_copier import GpuBlockCopier
+from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord, StagedStep
+from engine.execution.gpu_memory import CardBytes, GpuMemory, card_bytes, peak_bytes, size_gpu_pool
+from engine.execution.grammar import GrammarCompiler, read_tokenizer
+from engine.execution.inputs import PromptChunk
+from engine.execution.kv_cache import GIB, KvCache, PoolSize, bytes_per_block, resolve_cache_dtype, size_host, size_pool
+from engine.execution.offload import Offload
+from engine.execution.pinned_memory import PinnedMemory
+from engine.execution.sampler import SampledRow
+from engine.execution.sequence_grammars import SequenceGrammars
+from engine.execution.warm_up import GPU_WORKLOAD, WarmUp
+from engine.executor import DeviceLimits, Launch, ReportProgress
+from engine.kept_logprobs import KeptLogprobs
+from engine.layers.gpu_linear import choose_gpu_method
+from engine.memory import available_memory_bytes
+from engine.models.config import ModelConfig
+from engine.models.fingerprint import fingerprint, placing
+from engine.models.gpu_decoder import GpuDecoder
+from engine.models.load import load_model, read_config, resolve_dtype
+from engine.plan import NewSequence, StepPlan, StepTokens
+from engine.transfer import StoredBlock, Transfer, TransferResult
+from streamkv import model_files
+from streamkv.config import EngineConfig
+from streamkv.protocol import ModelFacts
+from streamkv.sampling import Grammar
+
+_MAX_NUM_BATCHED_TOKENS: Final = 8192
+_LOGITS_BYTES: Final = 256 * 1024 * 1024
+"""Of a prompt's logits that are there at once."""
+_GRAPH_BYTES: Final = 4 * 2**20
+"""What a graph takes beside the memory that it computes in: its launches, and their arguments."""
+_HASH_THREADS: Final = 8
+_NUM_RESULTS: Final = 3
+"""More than steps under way: the ids of a step lie on the host until it is collected."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class GpuLaunch:
+    """A step on its way through the device."""
+
+    plan: StepPlan
+    on_done: Callable[[], None]
+    token_ids: torch.Tensor
+    """[n] int32 on the host, one for each entry, or for each that samples if there are `rows`; true once it's over."""
+    event: torch.cuda.Event | None = None
+    """Behind all of the step, the copies of its results included; None where there is no GPU to wait for."""
+    rows: list[SampledRow] = field(default_factory=list)
+    """Those that sample, where the host has to know more of them than their ids."""
+    pending: PendingRows | None = None
+    prompts: list[tuple[PromptChunk, list[PendingPromptLogprobs]]] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        """Raises what the device has to say of a step that failed."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """Where the parts of a step hand over to each other: the same addresses in every step."""
+
+    attended: torch.Tensor
+    """[max_num_tokens, num_heads * head_dim]."""
+    residual: torch.Tensor
+    """[max_num_tokens, hidden_size]."""
+    logits: torch.Tensor
+    """[max_num_seqs, vocab_size] float32."""
+    token_ids: torch.Tensor
+    """[max_num_seqs] int32: sampled ones."""
+
+
+class GpuRunner:
+    """Computes steps with our kernels. Implements engine.executor.Executor.
+
+    Everything of a step goes on one stream, in order; nothing in `launch` waits for the device. Where there is no GPU
+    (the tests, with Triton's interpreter) a step is over when `launch` returns.
+    """
+
+    max_in_flight = 2
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._graphs = StepGraphs()
+        self._max_num_seqs = config.max_num_seqs
+        self._launched: queue.SimpleQueue[GpuLaunch | None] = queue.SimpleQueue()
+        self._watcher: threading.Thread | None = None
+        self._turn = 0
+        self._store: DiskStore | None = None
+        self._offload: Offload | None = None
+        self._host: PinnedMemory | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._grammars: SequenceGrammars | None = None
+        self._model: GpuDecoder
+        self._cache: KvCache
+        self._scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._books: DeviceBooks
+        self._sampler: DeviceSampler
+        self._buffers: _Buffers
+        self._results: list[torch.Tensor]
+        """Sampled ids on their way to the host, in turn."""
+        self._special: set[int] = set()
+        """Sequences of which the host tells, or must know, more than their parameters and tokens."""
+
+    # Loading
+
+    def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
+        """As Executor.load. Raises ModelError, or ConfigError for a limit that does not fit this machine."""
+        with self._on_device():
+            return self._load(report)
+
+    def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
+        config, device = self._config, self._device
+        if config.disk_kv_path:
+            self._store = DiskStore(config.disk_kv_path)  # before the weights, since it is here that a wrong path shows
+        before = card_bytes(device) if self._is_cuda else None
+        files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
+        model_config = read_config(files)
+        dtype = resolve_dtype(config.dtype, model_config)
+        cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
+        block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
+        num_host_blocks = size_host(config, block_bytes, 0, available_memory_bytes())
+        if num_host_blocks:
+            self._host = PinnedMemory(num_host_blocks, block_bytes)
+            self._host.start_pinning()
+        method = choose_gpu_method(dtype, device, config.quantization, config.deterministic)
+        model, _ = load_model(files, dtype, report, method, device)
+        self._compiler = GrammarCompiler(
+            partial(read_tokenizer, files, model_config.vocab_size, model_config.eos_token_ids)
+        )
+        self._grammars = SequenceGrammars(self._compiler, model_config.vocab_size)
+        max_num_tokens = self._token_budget(model_config)
+        longest = config.max_model_len or model_config.max_position_embeddings
+        self._model = GpuDecoder(
+            model, longest, self._max_num_seqs, max_num_tokens, cache_dtype, device, config.deterministic
+        )
+        self._allocate(model_config, dtype, max_num_tokens, -(-longest // config.block_size))
+        pool = self._size_pool(model_config, cache_dtype, block_bytes, max_num_tokens, before, report)
+        self._make_cache(model_config, pool.num_blocks, cache_dtype)
+        self._capture(max_num_tokens, partial(report, "capturing graphs"))
+        num_disk_blocks, stored = self._open_disk(files, model_config, dtype, cache_dtype, block_bytes, report)
+        host_bytes_per_s = self._begin_offload(report)
+        self._watcher = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
+        self._watcher.start()
+        warm_up = WarmUp(
+            self._step,
+            config.block_size,
+            pool.max_model_len,
+            self._max_num_seqs,
+            max_num_tokens,
+            workload=GPU_WORKLOAD,
+            num_blocks=pool.num_blocks,
+        )
+        warm_up.run(partial(report, "warming up"))
+        facts = ModelFacts(
+            name=config.served_model_name or files.name,
+            vocab_size=model_config.vocab_size,
+            max_model_len=pool.max_model_len,
+            eos_token_ids=list(model_config.eos_token_ids),
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
+            num_parameters=model_config.num_parameters,
+        )
+        limits = DeviceLimits(
+            num_blocks=pool.num_blocks,
+            block_size=config.block_size,
+            max_model_len=pool.max_model_len,
+            max_num_batched_tokens=max_num_tokens,
+            block_bytes=block_bytes,
+            num_host_blocks=num_host_blocks,
+            num_disk_blocks=num_disk_blocks,
+            stored=stored,
+            step_samples=warm_up.samples,
+            host_bytes_per_s=host_bytes_per_s,
+        )
+        return facts, limits
+
+    def _token_budget(self, model: ModelConfig) -> int:
+        config = self._config
+        if config.max_num_batched_tokens:
+            return config.max_num_batched_tokens
+        if not config.enable_chunked_prefill:
+            # A prompt must go through in one step, however long that takes.
+            return max(_MAX_NUM_BATCHED_TOKENS, config.max_model_len or model.max_position_embeddings)
+        return max(_MAX_NUM_BATCHED_TOKENS, self._max_num_seqs)
+
+    def _allocate(self, model: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_blocks: int) -> None:
+        """All that lasts beside weights and cache."""
+        device, max_num_seqs = self._device, self._max_num_seqs
+        self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device)
+        self._books = DeviceBooks(
+            max_num_seqs, max_num_tokens, max_num_blocks, self._config.block_size, device, self._give_slot
+        )
+        self._buffers = _Buffers(
+            torch.zeros(max_num_tokens, model.num_heads * model.head_dim, dtype=dtype, device=device),
+            torch.zeros(max_num_tokens, model.hidden_size, dtype=dtype, device=device),
+            torch.zeros(max_num_seqs, model.vocab_size, dtype=torch.float32, device=device),
+            torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+        )
+        self._results = [
+            torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_RESULTS)
+        ]
+        self._sequence_buckets = sequence_buckets(max_num_seqs)
+        self._token_buckets = token_buckets(max_num_tokens)
+
+    def _make_cache(self, model: ModelConfig, num_blocks: int, cache_dtype: torch.dtype) -> None:
+        self._cache = KvCache(model, num_blocks, self._config.block_size, cache_dtype, self._device)
+        key_scales, value_scales = self._cache.key_scales, self._cache.value_scales
+        if key_scales is not None and value_scales is not None:
+            self._scales = list(zip(key_scales, value_scales, strict=True))
+
+    def _size_pool(
+        self,
+        model: ModelConfig,
+        cache_dtype: torch.dtype,
+        block_bytes: int,
+        max_num_tokens: int,
+        before: CardBytes | None,
+        report: ReportProgress,
+    ) -> PoolSize:
+        """What the cache may take, beside what a step and the graphs need, measured on a throw-away pool."""
+        if before is None:
+            return size_pool(self._config, model, available_memory_bytes())
+        report("measuring memory", 0.0)
+        self._make_cache(model, 2, cache_dtype)
+        parts = list(self._parts(max_num_tokens))
+        largest = [parts[0], parts[-1]]
+        step_bytes = peak_bytes(lambda: [launch() for _, launch in largest], self._device)
+        graph_bytes = 0
+        if not self._config.enforce_eager:
+            graph_bytes = peak_bytes(lambda: self._graphs.capture(largest, self._stream), self._device)
+            # What they compute in is shared; each has its own list of launches.
+            graph_bytes += len(parts) * _GRAPH_BYTES + 2 * _LOGITS_BYTES
+            self._graphs.clear()
+        del self._cache
+        self._scales = None
+        now = card_bytes(self._device)
+        memory = GpuMemory(
+            total_bytes=now.total_bytes,
+            free_bytes=now.free_bytes,
+            own_bytes=before.free_bytes - now.free_bytes,
+            step_bytes=step_bytes,
+            graph_bytes=graph_bytes,
+        )
+        return size_gpu_pool(self._config, model, block_bytes, memory)
+
+    def _parts(self, max_num_tokens: int) -> Iterator[tuple[GraphKey, Callable[[], None]]]:
+        """Everything that steps are made of, the largest first."""
+        for num_tokens in reversed(self._token_buckets):
+            yield ("body", num_tokens), partial(self._launch_body, num_tokens)
+        for num_seqs in reversed(self._sequence_buckets):
+            yield ("head", num_seqs), partial(self._launch_head, num_seqs)
+            yield ("sample", num_seqs), partial(self._launch_sampling, num_seqs, has_filters=False)
+            yield ("filter and sample", num_seqs), partial(self._launch_sampling, num_seqs, has_filters=True)
+            yield ("decode", num_seqs), partial(self._launch_decode, num_seqs)
+
+    def _capture(self, max_num_tokens: int, report: Callable[[float], None]) -> None:
+        if self._stream is None or self._config.enforce_eager:
+            return
+        parts = list(self._parts(max_num_tokens))
+
+        def reported() -> Iterator[tuple[GraphKey, Callable[[], None]]]:
+            for number, part in enumerate(parts):
+                report(100.0 * number / len(parts))
+                yield part
+
+        self._graphs.capture(reported(), self._stream)
+        report(100.0)
+
+    def _open_disk(
+        self,
+        files: model_files.ModelFiles,
+        model_config: ModelConfig,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        block_bytes: int,
+        report: ReportProgress,
+    ) -> tuple[int, list[StoredBlock]]:
+        """→ (blocks that the disk may hold, those that it holds). Raises ConfigError or ModelError."""
+        if self._store is None:
+            return 0, []
+        config = self._config
+        name = torch.cuda.get_device_name(self._device) if self._is_cuda else "cpu"
+        words = placing(
+            dtype, cache_dtype, config.block_size, block_bytes, name, config.quantization, config.deterministic
+        )
+        bound_to = fingerprint(files, model_config, words, _HASH_THREADS, report)
+        size_bytes = int(config.disk_kv_size_gib * GIB)
+        return self._store.open(bound_to, config.block_size, block_bytes, size_bytes, report)
+
+    def _begin_offload(self, report: ReportProgress) -> float:
+        """Make ready for transfers → the speed of copies between pool and host memory; 0 without a host tier."""
+        if self._host is None:
+            return 0.0
+        self._host.wait(report)
+        copier = GpuBlockCopier(self._cache.storage, self._host, self._stream)
+        self._offload = Offload(self._host.rows, copier, self._store)
+        return self._offload.measure_bytes_per_s(self._cache.num_blocks)
+
+    # One step
+
+    def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
+        """As Executor.launch. Costs the host some microseconds a sequence."""
+        assert self._grammars is not None, "load comes first"
+        with self._on_device():
+            self._learn(plan)
+            staged = self._books.stage(plan)
+            self._sampler.upload()
+            self._cache.copy_blocks(plan.block_copies)
+            is_special = bool(self._special) and any(entry.sequence_id in self._special for entry in plan.scheduled)
+            chunks = self._books.prompt_chunks(plan) if is_special else []
+            self._forward(staged, is_whole=bool(chunks))
+            self._turn = (self._turn + 1) % _NUM_RESULTS
+            launch = GpuLaunch(plan, on_done, self._results[self._turn])
+            launch.prompts = [(chunk, self._begin_prompt(row, chunk)) for row, chunk in chunks]
+            if is_special:
+                self._sample_special(launch)
+            else:
+                self._sample(launch)
+            if self._stream is not None:
+                launch.event = torch.cuda.Event()
+                launch.event.record(self._stream)
+        self._launched.put(launch)
+        return launch
+
+    def collect(self, launch: Launch) -> StepTokens:
+        """As Executor.collect."""
+        assert isinstance(launch, GpuLaunch) and self._grammars is not None
+        launch.wait()
+        plan, token_ids = launch.plan, launch.token_ids.tolist()
+        if launch.pending is not None:
+            tokens = launch.pending.finish(token_ids)
+            self._grammars.remember(launch.rows, tokens.token_ids)
+            self._books.remember(launch.rows, tokens.token_ids)
+        else:
+            token_ids = [token_id for token_id, entry in zip(token_ids, plan.scheduled, strict=True) if entry.samples]
+            if min(token_ids, default=0) >= 0:
+                return StepTokens(token_ids)
+            tokens = self._sampler.plain_tokens(self._books.sampled_rows(plan), token_ids)
+        for chunk, pending in launch.prompts:
+            kept = KeptLogprobs()
+            for piece in pending:
+                kept.append(piece.finish())
+            tokens.prompt_logprobs[chunk.facts.sequence_id] = chunk.start, kept.values_from(0)
+        return tokens
+
+    def _learn(self, plan: StepPlan) -> None:
+        assert self._grammars is not None
+        for seq_slot in self._books.apply(plan):
+            self._sampler.remove(seq_slot)
+        self._grammars.apply(plan)
+        self._special.difference_update(plan.finished_sequence_ids)
+        self._special.update(facts.sequence_id for facts in plan.new_sequences if _is_special(facts))
+
+    def _give_slot(self, seq_slot: int, record: SequenceRecord) -> None:
+        self._sampler.add(seq_slot, record.facts, record.output_ids)
+
+    def _forward(self, staged: StagedStep, *, is_whole: bool) -> None:
+        """is_whole: rows of prompts are looked at behind it, so the body's must stay as they are."""
+        num_seqs = bucket(self._sequence_buckets, staged.num_seqs)
+        if staged.is_decode and not is_whole:
+            self._graphs.run(("decode", num_seqs), partial(self._launch_decode, num_seqs))
+            return
+        num_tokens = bucket(self._token_buckets, staged.num_tokens)
+        self._graphs.run(("body", num_tokens), partial(self._launch_body, num_tokens))
+        self._graphs.run(("head", num_seqs), partial(self._launch_head, num_seqs))
+
+    def _launch_decode(self, num_seqs: int) -> None:
+        buffers = self._buffers
+        attended, residual = buffers.attended[:num_seqs], buffers.residual[:num_seqs]
+        batch = self._books.batch(num_seqs, num_seqs, is_decode=True)
+        self._books.expand(batch)
+        self._model.body(batch, self._cache.layers, self._scales, attended, residual)
+        self._model.head(attended, residual, buffers.logits[:num_seqs])
+
+    def _launch_body(self, num_tokens: int) -> None:
+        buffers = self._buffers
+        batch = self._books.batch(self._max_num_seqs, num_tokens, is_decode=False)
+        self._books.expand(batch)
+        self._model.body(
+            batch, self._cache.layers, self._scales, buffers.attended[:num_tokens], buffers.residual[:num_tokens]
+        )
+
+    def _launch_head(self, num_seqs: int) -> None:
+        buffers = self._buffers
+        rows = self._books.part("last_rows", num_seqs)
+        attended, residual = buffers.attended.index_select(0, rows), buffers.residual.index_select(0, rows)
+        self._model.head(attended, residual, buffers.logits[:num_seqs])
+
+    def _sample(self, launch: GpuLaunch) -> None:
+        """A row for each entry; who does not sample yet has one that is left out on the device."""
+        num_seqs = len(launch.plan.scheduled)
+        size = bucket(self._sequence_buckets, num_seqs)
+        has_filters = self._sampler.has_filters
+        key = ("filter and sample" if has_filters else "sample", size)
+        self._graphs.run(key, partial(self._launch_sampling, size, has_filters=has_filters))
+        launch.token_ids = launch.token_ids[:num_seqs]
+        launch.token_ids.copy_(self._buffers.token_ids[:num_seqs], non_blocking=True)
+
+    def _launch_sampling(self, num_seqs: int, *, has_filters: bool) -> None:
+        self._sampler.sample(
+            self._buffers.logits[:num_seqs],
+            self._books.part("sample_slots", num_seqs),
+            self._books.part("seq_lens", num_seqs),
+            self._buffers.token_ids[:num_seqs],
+            self._books.last_tokens,
+            filters=has_filters,
+        )
+
+    def _sample_special(self, launch: GpuLaunch) -> None:
+        """Where some row takes more than plain sampling. Waits for masks, which are filled while the device works."""
+        assert self._grammars is not None
+        num_seqs = len(launch.plan.scheduled)
+        launch.rows = self._books.sampled_rows(launch.plan)
+        masks = self._grammars.begin_masks(launch.rows)
+        places = [row for row, entry in enumerate(launch.plan.scheduled) if entry.samples]
+        logits = self._buffers.logits[:num_seqs]
+        seq_slots, positions = self._books.part("sample_slots", num_seqs), self._books.part("seq_lens", num_seqs)
+        num_rows = len(places)
+        if num_rows < num_seqs:
+            rows = _to_device(places, self._device)
+            logits, seq_slots, positions = (part.index_select(0, rows) for part in (logits, seq_slots, positions))
+        token_ids = self._buffers.token_ids[:num_rows]
+        launch.pending = self._sampler.sample_more(
+            logits,
+            launch.rows,
+            seq_slots,
+            positions,
+            token_ids,
+            self._books.last_tokens,
+            masks.result() if masks is not None else None,
+        )
+        launch.token_ids = launch.token_ids[:num_rows]
+        launch.token_ids.copy_(token_ids, non_blocking=True)
+
+    def _begin_prompt(self, first_row: int, chunk: PromptChunk) -> list[PendingPromptLogprobs]:
+        """Begin to work out what a step tells of a prompt, some rows at a time. first_row: that of the token before
+        the chunk's first one."""
+        buffers, vocab_size = self._buffers, self._model.config.vocab_size
+        num_rows = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        num_top = chunk.facts.sampling.prompt_logprobs
+        begun = []
+        for start in range(chunk.start, chunk.end, num_rows):
+            token_ids = chunk.facts.token_ids[start : min(start + num_rows, chunk.end)]
+            rows = slice(first_row + start - chunk.start, first_row + start - chunk.start + len(token_ids))
+            logits = torch.empty(len(token_ids), vocab_size, device=self._device)
+            self._model.head(buffers.attended[rows], buffers.residual[rows].clone(), logits)
+            begun.append(self._sampler.begin_prompt_logprobs(logits, token_ids, num_top))
+        return begun
+
+    def _step(self, plan: StepPlan) -> StepTokens:
+        """Of the warm-up: a plan without anything scheduled only forgets."""
+        if plan.scheduled:
+            return self.collect(self.launch(plan, lambda: None))
+        self._learn(plan)
+        return StepTokens([])
+
+    def _watch(self) -> None:
+        """On a thread of its own: tell of each step when it is over."""
+        while (launch := self._launched.get()) is not None:
+            try:
+                launch.wait()
+            except RuntimeError:  # collect raises it, too
+                logger.debug("a step has failed", exc_info=True)
+            launch.on_done()
+
+    # Beside the steps
+
+    def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
+        """As Executor.start_transfer."""
+        assert self._offload is not None, "there is no host tier"
+        self._offload.start(transfer, on_done)
+
+    def finished_transfers(self) -> list[TransferResult]:
+        """As Executor.finished_transfers."""
+        return [] if self._offload is None else self._offload.take_finished()
+
+    def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
+        """As Executor.compile_grammar."""
+        assert self._compiler is not None, "load comes first"
+        compiled = self._compiler.compile(grammar)
+        compiled.add_done_callback(lambda _: on_done())
+        return compiled
+
+    def close(self) -> None:
+        """As Executor.close. Waits for the steps under way and for the block that is being copied."""
+        if self._watcher is not None:
+            self._launched.put(None)
+            self._watcher.join()
+            self._watcher = None
+        if self._compiler is not None and self._grammars is not None:
+            self._compiler.close()
+            self._grammars.close()
+            self._compiler = self._grammars = None
+        has_ended = self._offload is None or self._offload.close()
+        self._offload = None
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+        if self._store is not None and has_ended:
+            self._store.close()
+        self._store = None
+        self._graphs.clear()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            yield
+
+
+def _is_special(facts: NewSequence) -> bool:
+    """Whether its rows take more than its parameters, which the device knows: see DeviceSampler.sample_more."""
+    sampling = facts.sampling
+    return bool(
+        facts.tells_prompt
+        or sampling.changes_logits
+        or sampling.grammar is not None
+        or sampling.min_tokens
+        or sampling.logprobs >= 0
+        or sampling.best_of > sampling.n
+        or sampling.beam_width
+    )
+
+
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    """[n] int32, without a stop: from memory that the allocator keeps until the copy is over."""
+    host = torch.tensor(values, dtype=torch.int32)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

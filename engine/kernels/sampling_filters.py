@@ -1,0 +1,367 @@
+"""top_k, top_p and min_p: the choice among the tokens that they keep, each a threshold whose ties are kept.
+
+First every row lists the tokens that its bound cannot rule out. Then one program for each row halves its way to the
+thresholds and to the token: over the list, or where a flat distribution leaves more than that holds, over the row,
+eight thresholds at a time, until what lies between two fits the list. Sums are of whole numbers, weights times 2**43,
+or of tiles in a fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.sampling_rows import (
+    LIST_SIZE,
+    TILE,
+    WEIGHT_ONE,
+    SamplingScratch,
+    draw_of,
+    highest_reaching,
+    key_of,
+    load_logits,
+    min_p_of,
+    number_of,
+    scale_of,
+    settings_at,
+    token_at,
+    top_k_of,
+    top_p_of,
+    whole_of,
+)
+
+_TILES_OF_PROGRAM = 2
+_ROW_TILE = 4096
+"""Logits that are looked at together where one program goes through a row."""
+
+
+@triton.jit
+def _list_kernel(
+    logits_ptr,
+    seq_slots_ptr,
+    maxima_ptr,
+    bounds_ptr,
+    list_sizes_ptr,
+    list_ids_ptr,
+    list_logits_ptr,
+    logits_stride,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES_OF_PROGRAM: tl.constexpr,
+    LIST_SIZE: tl.constexpr,
+):
+    row = tl.program_id(1)
+    if tl.load(seq_slots_ptr + row) < 0:
+        return
+    if tl.load(list_sizes_ptr + row) < 0:
+        return
+    lowest = tl.load(bounds_ptr + 3 * row + 1).to(tl.float32)
+    row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
+    first_tile = tl.program_id(0) * TILES_OF_PROGRAM
+    for tile in range(first_tile, tl.minimum(first_tile + TILES_OF_PROGRAM, num_tiles)):
+        # Once there are too many it does not matter which, only that there are.
+        has_room = tl.load(list_sizes_ptr + row, cache_modifier=".cg") <= LIST_SIZE
+        if has_room & (tl.load(maxima_ptr + row * num_tiles + tile) >= lowest):
+            ids = tile * TILE + tl.arange(0, TILE)
+            logits = load_logits(row_ptr, ids, vocab_size)
+            is_listed = (logits >= lowest).to(tl.int32)
+            place = tl.atomic_add(list_sizes_ptr + row, tl.sum(is_listed, axis=0), sem="relaxed")
+            places = place + tl.cumsum(is_listed, axis=0) - 1
+            is_stored = (is_listed != 0) & (places < LIST_SIZE)
+            tl.store(list_ids_ptr + row * LIST_SIZE + places, ids, mask=is_stored)
+            tl.store(list_logits_ptr + row * LIST_SIZE + places, logits, mask=is_stored)
+
+
+@triton.jit
+def _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size):
+    """The token, where the list has all that can be kept."""
+    keys = key_of(logits)
+    weights = tl.exp2((logits - top) * scale)
+    kept = exists & (weights >= min_p)
+    if (top_k > 0) & (tl.sum(exists.to(tl.int32), axis=0) > top_k):
+        kth = number_of(highest_reaching(keys, exists.to(tl.int32), exists, top_k))
+        kept = kept & (logits >= kth)
+    masses = tl.where(kept, whole_of(weights), 0)
+    if top_p < 1.0:
+        # What is under the list's bound is kept by the filters before only if there are none.
+        mass = tl.sum(masses, axis=0).to(tl.float64)
+        if (top_k == 0) & (min_p == 0.0):
+            mass = total * WEIGHT_ONE
+        wanted = tl.ceil(mass * top_p).to(tl.int64)
+        bits = weights.to(tl.int32, bitcast=True)
+        threshold = highest_reaching(bits, masses, kept, wanted)
+        kept = kept & (bits >= threshold)
+        masses = tl.where(kept, masses, 0)
+    mass = tl.sum(masses, axis=0)
+    target = (draw * mass.to(tl.float64)).to(tl.int64)
+    # The first id at which the sum of the ids so far is over the target, as the highest of what is left to the end.
+    return vocab_size - highest_reaching(vocab_size - ids, masses, kept, tl.minimum(target, mass - 1) + 1)
+
+
+@triton.jit
+def _value_of(logits, top, scale, kth, min_p, is_of_weights):
+    """What a token counts: 1, or its weight if the filters so far keep it."""
+    weights = tl.exp2((logits - top) * scale)
+    kept = tl.where((logits >= kth) & (weights >= min_p), weights, 0.0)
+    return tl.where(is_of_weights, kept, 1.0)
+
+
+@triton.jit
+def _reach_row(
+    row_ptr,
+    list_logits_ptr,
+    top,
+    scale,
+    kth,
+    min_p,
+    lowest,
+    wanted,
+    is_of_weights,
+    vocab_size,
+    ROW_TILE: tl.constexpr,
+    LIST_SIZE: tl.constexpr,
+):
+    """The highest logit such that what the tokens from it on count reaches `wanted`, or else `lowest`."""
+    steps = tl.arange(0, 8) + 1
+    places = tl.arange(0, ROW_TILE)
+    low = key_of(lowest).to(tl.int64)
+    high = key_of(top).to(tl.int64) + 1
+    num_low = vocab_size
+    num_high = 0
+    sum_high = tl.zeros([], tl.float64)
+    turn = 0
+    while (high - low > 1) & (num_low - num_high > LIST_SIZE):
+        # Equal steps of the logit suit most distributions; equal steps of its bits get to an end with all of them.
+        if turn % 4 == 3:
+            thresholds = (low + (high - low) * steps.to(tl.int64) // 9).to(tl.int32)
+        else:
+            low_logit = number_of(low.to(tl.int32))
+            high_logit = number_of((high - 1).to(tl.int32))
+            between = key_of(low_logit + (high_logit - low_logit) * (steps.to(tl.float32) / 9.0)).to(tl.int64)
+            thresholds = tl.minimum(tl.maximum(between, low + 1), high - 1).to(tl.int32)
+        turn += 1
+        nums = tl.zeros([8], tl.int32)
+        sums = tl.zeros([8], tl.float64)
+        following = load_logits(row_ptr, places, vocab_size)
+        for at in range(0, vocab_size, ROW_TILE):
+            logits = following
+            following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
+            values = _value_of(logits, top, scale, kth, min_p, is_of_weights)
+            is_over = key_of(logits)[None, :] >= thresholds[:, None]
+            nums += tl.sum(is_over.to(tl.int32), axis=1)
+            sums += tl.sum(tl.where(is_over, values[None, :], 0.0), axis=1).to(tl.float64)
+        is_reached = sums >= wanted
+        low = tl.maximum(low, tl.max(tl.where(is_reached, thresholds, -2147483648), axis=0).to(tl.int64))
+        num_low = tl.minimum(num_low, tl.min(tl.where(is_reached, nums, vocab_size), axis=0))
+        high = tl.minimum(high, tl.min(tl.where(is_reached, 2147483647, thresholds), axis=0).to(tl.int64))
+        num_high = tl.maximum(num_high, tl.max(tl.where(is_reached, 0, nums), axis=0))
+        sum_high = tl.maximum(sum_high, tl.max(tl.where(is_reached, 0.0, sums), axis=0))
+    if high - low > 1:
+        num_listed = 0
+        following = load_logits(row_ptr, places, vocab_size)
+        for at in range(0, vocab_size, ROW_TILE):
+            logits = following
+            following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
+            keys = key_of(logits)
+            is_listed = ((keys >= low.to(tl.int32)) & (keys < high.to(tl.int32))).to(tl.int32)
+            stored_at = num_listed + tl.cumsum(is_listed, axis=0) - 1
+            tl.store(list_logits_ptr + stored_at, logits, mask=is_listed != 0)
+            num_listed += tl.sum(is_listed, axis=0)
+        tl.debug_barrier()
+        if num_listed > 0:
+            listed = tl.arange(0, LIST_SIZE)
+            exists = listed < num_listed
+            logits = tl.load(list_logits_ptr + listed, mask=exists, other=0.0)
+            values = tl.where(exists, _value_of(logits, top, scale, kth, min_p, is_of_weights), 0.0)
+            rest = tl.ceil((wanted - sum_high) * WEIGHT_ONE).to(tl.int64)
+            low = highest_reaching(key_of(logits), whole_of(values), exists, rest).to(tl.int64)
+    return number_of(low.to(tl.int32))
+
+
+@triton.jit
+def _among_row(
+    row_ptr,
+    sums_ptr,
+    list_logits_ptr,
+    top,
+    lowest,
+    total,
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    draw,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    LIST_SIZE: tl.constexpr,
+):
+    """The token, where the list is too short for what can be kept. Overwrites the row's list and sums."""
+    places = tl.arange(0, ROW_TILE)
+    kth = tl.zeros([], tl.float32) - float("inf")
+    threshold = min_p
+    for kind in range(2):
+        is_top_p = kind == 1
+        wanted = top_k.to(tl.float64)
+        if is_top_p:
+            if (top_p < 1.0) & ((top_k > 0) | (min_p > 0.0)):
+                total = tl.zeros([], tl.float64)
+                following = load_logits(row_ptr, places, vocab_size)
+                for at in range(0, vocab_size, ROW_TILE):
+                    logits = following
+                    following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
+                    total += tl.sum(_value_of(logits, top, scale, kth, min_p, True), axis=0).to(tl.float64)
+            wanted = total * top_p
+        if (is_top_p & (top_p < 1.0)) | ((kind == 0) & (top_k > 0)):
+            reached = _reach_row(
+                row_ptr,
+                list_logits_ptr,
+                top,
+                scale,
+                kth,
+                min_p,
+                lowest,
+                wanted,
+                is_top_p,
+                vocab_size,
+                ROW_TILE,
+                LIST_SIZE,
+            )
+            if is_top_p:
+                threshold = tl.maximum(threshold, tl.exp2((reached - top) * scale))
+            else:
+                kth = reached
+    following = load_logits(row_ptr, places, vocab_size)
+    for at in range(0, vocab_size, ROW_TILE):
+        logits = following
+        following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
+        values = _value_of(logits, top, scale, kth, threshold, True)
+        tiles = at // TILE + tl.arange(0, ROW_TILE // TILE)
+        tl.store(sums_ptr + tiles, tl.sum(tl.reshape(values, [ROW_TILE // TILE, TILE]), axis=1), mask=tiles < num_tiles)
+    tl.debug_barrier()
+    tiles = tl.arange(0, TILES_PAD)
+    masses = tl.load(sums_ptr + tiles, mask=tiles < num_tiles, other=0.0).to(tl.float64)
+    return token_at(row_ptr, tiles, masses, draw, top, scale, kth, threshold, vocab_size, TILE)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    seq_slots_ptr,
+    positions_ptr,
+    settings_ptr,
+    token_ids_ptr,
+    last_tokens_ptr,
+    sums_ptr,
+    bounds_ptr,
+    list_sizes_ptr,
+    list_ids_ptr,
+    list_logits_ptr,
+    logits_stride,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    LIST_SIZE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    seq_slot = tl.load(seq_slots_ptr + row)
+    if seq_slot < 0:
+        return
+    list_size = tl.load(list_sizes_ptr + row)
+    if list_size < 0:
+        return
+    settings_ptr = settings_at(settings_ptr, seq_slot)
+    scale = scale_of(settings_ptr)
+    top_k = top_k_of(settings_ptr)
+    top_p = top_p_of(settings_ptr)
+    min_p = min_p_of(settings_ptr)
+    draw = draw_of(settings_ptr, tl.load(positions_ptr + row))
+    top = tl.load(bounds_ptr + 3 * row).to(tl.float32)
+    lowest = tl.load(bounds_ptr + 3 * row + 1).to(tl.float32)
+    total = tl.load(bounds_ptr + 3 * row + 2)
+    list_logits_ptr += row * LIST_SIZE
+    if list_size <= LIST_SIZE:
+        listed = tl.arange(0, LIST_SIZE)
+        exists = listed < list_size
+        ids = tl.load(list_ids_ptr + row * LIST_SIZE + listed, mask=exists, other=0)
+        logits = tl.load(list_logits_ptr + listed, mask=exists, other=-float("inf"))
+        token_id = _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size)
+    else:
+        token_id = _among_row(
+            logits_ptr + row.to(tl.int64) * logits_stride,
+            sums_ptr + row * num_tiles,
+            list_logits_ptr,
+            top,
+            lowest,
+            total,
+            scale,
+            top_k,
+            top_p,
+            min_p,
+            draw,
+            vocab_size,
+            num_tiles,
+            TILE,
+            TILES_PAD,
+            ROW_TILE,
+            LIST_SIZE,
+        )
+    tl.store(token_ids_ptr + row, token_id)
+    tl.store(last_tokens_ptr + seq_slot, token_id)
+
+
+def filter_rows(
+    logits: torch.Tensor,
+    seq_slots: torch.Tensor,
+    positions: torch.Tensor,
+    settings: torch.Tensor,
+    token_ids: torch.Tensor,
+    last_tokens: torch.Tensor,
+    scratch: SamplingScratch,
+) -> None:
+    """Choose the tokens of the rows that `sample_tokens`, which checks, has left in the scratch. Others cost nothing.
+
+    Reads the logits once where the list holds, else some ten times, by one program for each row.
+    """
+    num_rows, vocab_size = logits.shape
+    _list_kernel[triton.cdiv(scratch.num_tiles, _TILES_OF_PROGRAM), num_rows](
+        logits,
+        seq_slots,
+        scratch.maxima,
+        scratch.bounds,
+        scratch.list_sizes,
+        scratch.list_ids,
+        scratch.list_logits,
+        logits.stride(0),
+        vocab_size,
+        scratch.num_tiles,
+        TILE=TILE,
+        TILES_OF_PROGRAM=_TILES_OF_PROGRAM,
+        LIST_SIZE=LIST_SIZE,
+        num_warps=4,
+    )
+    _choose_kernel[(num_rows,)](
+        logits,
+        seq_slots,
+        positions,
+        settings,
+        token_ids,
+        last_tokens,
+        scratch.sums,
+        scratch.bounds,
+        scratch.list_sizes,
+        scratch.list_ids,
+        scratch.list_logits,
+        logits.stride(0),
+        vocab_size,
+        scratch.num_tiles,
+        TILE=TILE,
+        TILES_PAD=triton.next_power_of_2(scratch.num_tiles),
+        ROW_TILE=_ROW_TILE,
+        LIST_SIZE=LIST_SIZE,
+        num_warps=8,
+    )

@@ -1,0 +1,555 @@
+"""y = x @ weight.T for few rows, with what stands before and behind it: bound by the one reading of the weights.
+
+Two kernels. The vector kernel multiplies in ordinary arithmetic: every warp reads whole lines of some weight rows and
+keeps sums of its own. The matrix kernel gives a tile of the weights to the matrix unit as its wide operand and x as the
+narrow one; its programs may share the columns of a tile, and the last to arrive sums up the parts in their order.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_ROWS = 64
+"""More rows are no longer few: a matrix product of another shape is faster."""
+IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
+_GATES = ("silu", "gelu", "gelu_tanh")
+
+
+@triton.jit
+def activated(gate, KIND: tl.constexpr):
+    """The activation of a gate, in float32."""
+    if KIND == "silu":
+        return gate / (1.0 + tl.exp2(gate * -1.4426950408889634))
+    elif KIND == "gelu_tanh":
+        # gate / 2 * (1 + tanh(z)) is gate * sigmoid(2 z)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp2(z * (-2.0 * 1.4426950408889634)))
+    else:
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
+@triton.jit
+def _weight_rows(tile, num_out, TILE_N: tl.constexpr, IS_GATED: tl.constexpr):
+    """The rows of the weights that a program has: with gates, a gate and the row that it gates side by side."""
+    rows = tile * TILE_N + tl.arange(0, TILE_N)
+    if IS_GATED:
+        return rows % 2 * num_out + rows // 2
+    return rows
+
+
+@triton.jit
+def _begin(weight_ptr, tile, num_out, first, size, IS_GATED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
+           SIGNALS: tl.constexpr, TILE_N: tl.constexpr, THREADS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Let the kernel behind begin; bring the weights of columns first .. first + AHEAD - 1 nearer; then wait for the
+    kernel in front, which may be writing x."""
+    if SIGNALS:
+        tl.extra.cuda.gdc_launch_dependents()
+    if IS_DEPENDENT:
+        if AHEAD > 0:
+            # Each thread asks for one piece of one row.
+            PER_ROW: tl.constexpr = THREADS // TILE_N if THREADS > TILE_N else 1
+            pieces = tl.arange(0, TILE_N * PER_ROW)
+            rows = tile * TILE_N + pieces // PER_ROW
+            limit = num_out
+            if IS_GATED:
+                limit = 2 * num_out
+            rows = tl.minimum(rows, limit - 1)
+            if IS_GATED:
+                rows = rows % 2 * num_out + rows // 2
+            columns = tl.minimum(first + pieces % PER_ROW * (AHEAD // PER_ROW), size - AHEAD // PER_ROW)
+            addresses = weight_ptr + rows.to(tl.int64) * size + columns
+            num_bytes = AHEAD // PER_ROW * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [addresses, num_bytes],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _load(ptrs, exists, WHOLE: tl.constexpr):
+    if WHOLE:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=exists, other=0.0)
+
+
+@triton.jit
+def _load_weights(ptrs, exists, WHOLE: tl.constexpr):
+    """Read once: they shall not drive out of the cache what is read again."""
+    if WHOLE:
+        return tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        return tl.load(ptrs, mask=exists[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _add_row(
+    sums, squares, w, norm, x_ptrs, exists,
+    HAS_NORM: tl.constexpr, WHOLE_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The products of one row of x with a tile of the weights, added to [TILE_N, TILE_K / VECTOR] sums."""
+    x = _load(x_ptrs, exists, WHOLE_K).to(tl.float32)
+    if HAS_NORM:
+        squares += x * x
+        x *= norm
+    # A thread adds up the columns that it read at once.
+    sums += tl.sum(tl.reshape(w * x[None, :], [TILE_N, TILE_K // VECTOR, VECTOR]), axis=2)
+    return sums, squares
+
+
+@triton.jit
+def _store_row(
+    sums, square_sum, row, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride, residual_stride, num_out, size,
+    eps, HAS_NORM: tl.constexpr, GATE: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """sums: [TILE_N] of one row of x → its part of the output."""
+    weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
+    if GATE == "":
+        is_out = weight_rows < num_out
+    else:
+        is_out = tile * TILE_N + tl.arange(0, TILE_N) < 2 * num_out
+    if HAS_NORM:
+        sums *= tl.rsqrt(square_sum / size + eps)
+    if scale_ptr is not None:
+        sums *= tl.load(scale_ptr + weight_rows, mask=is_out, other=0.0)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + weight_rows, mask=is_out, other=0.0).to(tl.float32)
+    if GATE == "":
+        columns = weight_rows
+    else:
+        gate, up = tl.split(tl.reshape(sums, [TILE_N // 2, 2]))
+        sums = activated(gate, GATE) * up
+        columns = tile * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+        is_out = columns < num_out
+    if residual_ptr is not None:
+        sums += tl.load(residual_ptr + row * residual_stride + columns, mask=is_out, other=0.0)
+    tl.store(out_ptr + row * out_stride + columns, sums.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _vector_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    x_stride,
+    out_stride,
+    residual_stride,
+    num_rows,
+    num_out,
+    size,
+    eps,
+    GATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    THREADS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    _begin(weight_ptr, tile, num_out, 0, size, GATE != "", IS_DEPENDENT, SIGNALS, TILE_N, THREADS, AHEAD)
+    weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
+    if not WHOLE_N:
+        # What lies behind the end is read from the last row, and never stored.
+        weight_rows = tl.minimum(weight_rows, (2 * num_out if GATE != "" else num_out) - 1)
+    HAS_NORM: tl.constexpr = norm_ptr is not None
+    columns = tl.arange(0, TILE_K)
+    exists = columns < size
+    weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * size + columns[None, :]
+    x0_ptrs = x_ptr + columns
+    x1_ptrs = x0_ptrs + tl.minimum(1, num_rows - 1).to(tl.int64) * x_stride
+    x2_ptrs = x0_ptrs + tl.minimum(2, num_rows - 1).to(tl.int64) * x_stride
+    x3_ptrs = x0_ptrs + tl.minimum(3, num_rows - 1).to(tl.int64) * x_stride
+    sums0 = tl.zeros([TILE_N, TILE_K // VECTOR], tl.float32)
+    sums1 = sums0
+    sums2 = sums0
+    sums3 = sums0
+    squares0 = tl.zeros([TILE_K], tl.float32)
+    squares1 = squares0
+    squares2 = squares0
+    squares3 = squares0
+    for at in tl.range(0, size, TILE_K, num_stages=STAGES):
+        if not WHOLE_K:
+            exists = at + columns < size
+        w = _load_weights(weight_ptrs + at, exists, WHOLE_K).to(tl.float32)
+        if HAS_NORM:
+            norm = _load(norm_ptr + columns + at, exists, WHOLE_K).to(tl.float32)
+        else:
+            norm = None
+        sums0, squares0 = _add_row(
+            sums0, squares0, w, norm, x0_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
+        )
+        if ROWS > 1:
+            sums1, squares1 = _add_row(
+                sums1, squares1, w, norm, x1_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
+            )
+        if ROWS > 2:
+            sums2, squares2 = _add_row(
+                sums2, squares2, w, norm, x2_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
+            )
+            sums3, squares3 = _add_row(
+                sums3, squares3, w, norm, x3_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
+            )
+    _store_row(
+        tl.sum(sums0, axis=1), tl.sum(squares0), 0, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride,
+        residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
+    )  # fmt: skip
+    if ROWS > 1:  # noqa: SIM102 (known when it is compiled, the other is not)
+        if num_rows > 1:
+            _store_row(
+                tl.sum(sums1, axis=1), tl.sum(squares1), 1, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
+                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
+            )  # fmt: skip
+    if ROWS > 2:
+        if num_rows > 2:
+            _store_row(
+                tl.sum(sums2, axis=1), tl.sum(squares2), 2, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
+                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
+            )  # fmt: skip
+        if num_rows > 3:
+            _store_row(
+                tl.sum(sums3, axis=1), tl.sum(squares3), 3, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
+                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_tile(
+    sums, square_sums, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride, residual_stride, num_rows, num_out,
+    size, eps, HAS_NORM: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """sums: [TILE_N, ROWS], square_sums: [ROWS] → a tile of the output."""
+    weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
+    rows = tl.arange(0, ROWS)
+    if GATE == "":
+        is_out = weight_rows < num_out
+    else:
+        is_out = tile * TILE_N + tl.arange(0, TILE_N) < 2 * num_out
+    if HAS_NORM:
+        sums *= tl.rsqrt(square_sums / size + eps)[None, :]
+    if scale_ptr is not None:
+        sums *= tl.load(scale_ptr + weight_rows, mask=is_out, other=0.0)[:, None]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + weight_rows, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    if GATE == "":
+        columns = weight_rows
+        out = tl.trans(sums)
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, [TILE_N // 2, 2, ROWS]), (2, 0, 1)))
+        out = activated(gate, GATE) * up
+        columns = tile * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
+    mask = (rows < num_rows)[:, None] & (columns < num_out)[None, :]
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + columns[None, :]
+        out += tl.load(residual_ptrs, mask=mask, other=0.0)
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _matrix_kernel(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    x_stride,
+    out_stride,
+    residual_stride,
+    num_rows,
+    num_out,
+    size,
+    eps,
+    GATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE_N: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    THREADS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    num_tiles_k = tl.cdiv(size, TILE_K)
+    first = part * num_tiles_k // PARTS * TILE_K
+    end = (part + 1) * num_tiles_k // PARTS * TILE_K
+    _begin(weight_ptr, tile, num_out, first, size, GATE != "", IS_DEPENDENT, SIGNALS, TILE_N, THREADS, AHEAD)
+    weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
+    if not WHOLE_N:
+        weight_rows = tl.minimum(weight_rows, (2 * num_out if GATE != "" else num_out) - 1)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, TILE_K)
+    weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * size + columns[None, :]
+    x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * x_stride + columns[None, :]
+    sums = tl.zeros([TILE_N, ROWS], tl.float32)
+    square_sums = tl.zeros([ROWS], tl.float32)
+    for at in tl.range(first, end, TILE_K, num_stages=STAGES):
+        exists = at + columns < size
+        w = _load_weights(weight_ptrs + at, exists, WHOLE_K)
+        x = _load(x_ptrs + at, exists[None, :], WHOLE_K)
+        if norm_ptr is not None:
+            norm = _load(norm_ptr + columns + at, exists, WHOLE_K)
+            wide = x.to(tl.float32)
+            square_sums += tl.sum(wide * wide, axis=1)
+            x = (wide * norm.to(tl.float32)[None, :]).to(x.dtype)
+        sums = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), sums, input_precision=PRECISION)
+    if PARTS == 1:
+        _store_tile(
+            sums, square_sums, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride, residual_stride, num_rows,
+            num_out, size, eps, norm_ptr is not None, GATE, ROWS, TILE_N,
+        )  # fmt: skip
+    else:
+        in_tile = tl.arange(0, TILE_N)[:, None] * ROWS + rows[None, :]
+        PART_SIZE: tl.constexpr = (TILE_N + 1) * ROWS
+        part_ptr = partial_ptr + (tile * PARTS + part) * PART_SIZE
+        tl.store(part_ptr + in_tile, sums)
+        if norm_ptr is not None:
+            tl.store(part_ptr + TILE_N * ROWS + rows, square_sums)
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel")
+        if arrived == PARTS - 1:
+            tl.store(arrivals_ptr + tile, 0)
+            sums = tl.zeros([TILE_N, ROWS], tl.float32)
+            square_sums = tl.zeros([ROWS], tl.float32)
+            for i in tl.static_range(PARTS):
+                part_ptr = partial_ptr + (tile * PARTS + i) * PART_SIZE
+                # Past the first-level cache, which does not see what other processors wrote.
+                sums += tl.load(part_ptr + in_tile, cache_modifier=".cg")
+                if norm_ptr is not None:
+                    square_sums += tl.load(part_ptr + TILE_N * ROWS + rows, cache_modifier=".cg")
+            _store_tile(
+                sums, square_sums, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride, residual_stride,
+                num_rows, num_out, size, eps, norm_ptr is not None, GATE, ROWS, TILE_N,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyTiles:
+    """How the work on one product is cut."""
+
+    is_matrix: bool
+    """The matrix kernel; False: the vector kernel."""
+    tile_n: int
+    """Weight rows of a program."""
+    tile_k: int
+    num_warps: int
+    num_stages: int
+    """Tiles under way to a program, with the one in use; 1: loads straight into registers."""
+    num_parts: int = 1
+    """Programs that share the columns of a tile; of the matrix kernel alone."""
+    ahead: int = 1024
+    """Columns that a dependent launch fetches before it waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitScratch:
+    """Room for sums in parts. One for each stream: it belongs to the launch that runs."""
+
+    partial: torch.Tensor
+    """[n] float32."""
+    arrivals: torch.Tensor
+    """[n] int32: the parts of a tile that are there. Zero between launches."""
+
+
+def make_split_scratch(device: torch.device) -> SplitScratch:
+    """Room for any product that is cut into parts; 17 MB."""
+    return SplitScratch(
+        torch.empty(2**22, dtype=torch.float32, device=device), torch.zeros(2**14, dtype=torch.int32, device=device)
+    )
+
+
+def max_skinny_rows(num_weight_rows: int, size: int, dtype: torch.dtype, activation_dtype: torch.dtype) -> int:
+    """For how many rows this kernel is the one to take. num_weight_rows, size, dtype: of the weights."""
+    if activation_dtype == torch.bfloat16:
+        return 16
+    # float16 times a norm's weight can pass its range, and float32 has no matrix unit.
+    return 4
+
+
+@lru_cache
+def choose_skinny_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
+    """num_weight_rows, size, dtype: of the weights."""
+    vector = 16 // dtype.itemsize
+    if num_rows <= 4:
+        num_warps = 4 if size >= 2048 else 2
+        return SkinnyTiles(False, 8 if num_rows < 3 else 4, num_warps * 32 * vector, num_warps, 1)
+    return SkinnyTiles(True, 64, 128, 4, 4, max(1, min(size // 256, 264 * 64 // num_weight_rows)))
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scratch: SplitScratch | None = None,
+    is_dependent: bool = False,
+    tiles: SkinnyTiles | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias, for 1 to 64 rows, in one launch; sums are float32 and rounded once.
+
+    x: [num_rows, size]; weight: [out_features, size], contiguous, of x's dtype or float8_e4m3fn; bias: [out_features].
+    weight_scale: [out_features] float32; row i of the weights stands for weight_scale[i] times as much.
+    norm_weight: [size]; x is first normalised: x / sqrt(mean(x ** 2) + eps) * norm_weight.
+    gated: "silu", "gelu" or "gelu_tanh": act(first half of the columns) * second half, [num_rows, out_features / 2].
+    residual: [num_rows, out_features], to which the product is added in place; it is returned. Not with `gated`.
+    Returns `out` or a new tensor of out_dtype (x's, if None). Rows of x, out and residual lie in one piece each.
+    scratch: without it no product is cut into parts.
+    is_dependent: the launch need not wait for the end of the kernel in front; that which it writes is waited for, while
+        weights are fetched already. Needs compute capability 9.0; ignored in the interpreter.
+    tiles: instead of those chosen here. Bound by the reading of the weights.
+    Raises ValueError for shapes or dtypes that do not fit together.
+    """
+    num_rows, size = x.shape
+    num_weight_rows = weight.shape[0]
+    num_out = num_weight_rows // 2 if gated else num_weight_rows
+    if residual is not None:
+        out = residual
+    elif out is None:
+        out = torch.empty((num_rows, num_out), dtype=out_dtype or x.dtype, device=x.device)
+    _check(x, weight, gated, residual, out, num_out)
+    if tiles is None:
+        tiles = choose_skinny_tiles(num_rows, num_weight_rows, size, weight.dtype)
+    signals = can_depend(x.device)
+    # Whole pieces of 16 bytes can be fetched ahead; a part of a row that ends before is fetched by the loads alone.
+    piece = max(1, tiles.num_warps * 32 // tiles.tile_n)
+    ahead = tiles.ahead if size >= tiles.ahead and size * weight.itemsize % 16 == 0 else 0
+    if ahead * weight.itemsize < 16 * piece or weight.data_ptr() % 16:
+        ahead = 0
+    pointers = (out, x, weight, weight_scale, bias, norm_weight, residual)
+    strides = (x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0)
+    num_tiles = triton.cdiv(num_weight_rows, tiles.tile_n)
+    whole = (num_weight_rows % tiles.tile_n == 0, size % tiles.tile_k == 0)
+    if not tiles.is_matrix:
+        _vector_kernel[(num_tiles,)](
+            *pointers,
+            *strides,
+            num_rows,
+            num_out,
+            size,
+            eps,
+            GATE=gated or "",
+            ROWS=triton.next_power_of_2(num_rows),
+            TILE_N=tiles.tile_n,
+            TILE_K=tiles.tile_k,
+            STAGES=tiles.num_stages,
+            VECTOR=16 // weight.itemsize,
+            WHOLE_N=whole[0],
+            WHOLE_K=whole[1],
+            IS_DEPENDENT=is_dependent and signals,
+            SIGNALS=signals,
+            THREADS=32 * tiles.num_warps,
+            AHEAD=ahead,
+            num_warps=tiles.num_warps,
+            launch_pdl=is_dependent and signals,
+        )
+        return out
+    rows = max(16 if weight.itemsize < 4 else 4, triton.next_power_of_2(num_rows))
+    num_parts = tiles.num_parts
+    if scratch is None or num_tiles * num_parts * (tiles.tile_n + 1) * rows > len(scratch.partial):
+        num_parts = 1
+    _matrix_kernel[num_tiles, num_parts](
+        *pointers,
+        scratch.partial if scratch is not None and num_parts > 1 else None,
+        scratch.arrivals if scratch is not None and num_parts > 1 else None,
+        *strides,
+        num_rows,
+        num_out,
+        size,
+        eps,
+        GATE=gated or "",
+        ROWS=rows,
+        TILE_N=tiles.tile_n,
+        TILE_K=tiles.tile_k,
+        STAGES=tiles.num_stages,
+        PARTS=num_parts,
+        WHOLE_N=whole[0],
+        WHOLE_K=whole[1],
+        DOT_DTYPE=dot_dtype(x.dtype),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        IS_DEPENDENT=is_dependent and signals,
+        SIGNALS=signals,
+        THREADS=32 * tiles.num_warps,
+        AHEAD=ahead,
+        num_warps=tiles.num_warps,
+        launch_pdl=is_dependent and signals,
+    )
+    return out
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Of the operands of a product; the interpreter multiplies the bits of bfloat16."""
+    if dtype == torch.float16:
+        return tl.float16
+    return tl.float32 if IS_INTERPRETED or dtype == torch.float32 else tl.bfloat16
+
+
+@lru_cache
+def can_depend(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one in front runs, that is, whether `is_dependent` has an effect."""
+    if IS_INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    gated: str | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    num_out: int,
+) -> None:
+    num_rows, size = x.shape
+    if not 1 <= num_rows <= MAX_ROWS:
+        raise ValueError(f"x must have 1 to {MAX_ROWS} rows, got {num_rows}")
+    if weight.shape[1] != size or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must be contiguous with {size} columns as x has, got {list(weight.shape)}, {weight.stride()}"
+        )
+    if weight.dtype not in (x.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"weight must have the dtype of x ({x.dtype}) or be float8_e4m3fn, got {weight.dtype}")
+    if gated is not None and (gated not in _GATES or residual is not None or weight.shape[0] % 2):
+        raise ValueError(
+            f"gated must be one of {', '.join(_GATES)}, with an even number of weight rows and no residual; "
+            f"got {gated}, {weight.shape[0]} rows, {'no' if residual is None else 'a'} residual"
+        )
+    if out.shape != (num_rows, num_out):
+        raise ValueError(f"the result is {[num_rows, num_out]}, got room for {list(out.shape)}")
+    if x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError("the elements of a row must lie side by side")
