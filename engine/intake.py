@@ -1,7 +1,8 @@
 """Submit → Request: everything about a submission that the model's facts can refuse, by the field's name."""
 
 import math
-from typing import Final
+from functools import lru_cache
+from typing import Annotated, Final
 
 import msgspec
 
@@ -80,10 +81,16 @@ def _checked_ids(field: str, packed: bytes, vocab_size: int) -> list[int]:
         ids = unpack_ids(packed)
     except WireDecodeError as error:
         raise InvalidField(field, str(error)) from error
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+    try:
+        return msgspec.convert(ids, _id_list_type(vocab_size))  # several times as fast as to look at each here
+    except msgspec.ValidationError as error:
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
-        raise InvalidField(field, f"token ids must be between 0 and {vocab_size - 1}, got {wrong}")
-    return ids
+        raise InvalidField(field, f"token ids must be between 0 and {vocab_size - 1}, got {wrong}") from error
+
+
+@lru_cache(maxsize=2)
+def _id_list_type(vocab_size: int) -> type[list[int]]:
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
 
 
 def _checked_priors(submit: Submit, vocab_size: int) -> list[list[int]]:

@@ -64,6 +64,8 @@ DEFAULT_DRAIN_S: Final = 30.0
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
+_LONGEST_BUSY_S: Final = 300.0
+"""Without a lull."""
 _CLOSE_LIMIT_S: Final = 5.0
 """What it may take to close a device that has failed."""
 _FLUSH_LIMIT_S: Final = 4.0
@@ -85,16 +87,20 @@ class EngineLoop:
         *,
         report: ReportProgress | None = None,
         on_loaded: Callable[[], None] | None = None,
+        on_lull: Callable[[], None] | None = None,
     ) -> None:
         """Binds the endpoint. Raises ConfigError.
 
         report: told how far loading is, on the loading thread. on_loaded: called on the loop's when that is over.
+        on_lull: called there when nothing is live any more, or nothing else was for five minutes: the time for what may
+        take a moment.
         """
         self._config = config
         self._executor = executor
         self._clock = clock
         self._report = report
         self._on_loaded = on_loaded
+        self._on_lull = on_lull
         self._socket = EngineSocket(
             config.endpoint or default_endpoint(), load_curve_keys(config.curve_secret_key_file)
         )
@@ -127,6 +133,8 @@ class EngineLoop:
         """When the newest step finished, or work came to an idle engine."""
         self._collected_s = now_s
         """When the newest step was collected."""
+        self._lull_s = now_s
+        """When on_lull was last called."""
         self._had_work = False
 
     @property
@@ -423,6 +431,7 @@ class EngineLoop:
         if self._heartbeat_if_due(now_s):
             for gateway_id in self._inbox.take_silent(self._config.gateway_timeout_s):
                 self._requests.lose_gateway(gateway_id, now_s)
+            self._rest_in_lull(now_s)
         self._outputs += self._scheduler.expire()
         for request in self._publisher.expire(now_s):
             self._requests.end(request, "gateway_lost")
@@ -433,6 +442,12 @@ class EngineLoop:
         if now_s >= self._drain_until_s:
             for request in self._publisher.live():
                 self._requests.end(request, "drain")
+
+    def _rest_in_lull(self, now_s: float) -> None:
+        has_stopped = not self._publisher.num_live and not self._in_flight and self._progress_s > self._lull_s
+        if self._on_lull is not None and (has_stopped or now_s > self._lull_s + _LONGEST_BUSY_S):
+            self._on_lull()
+            self._lull_s = self._clock()
 
     @property
     def _has_work(self) -> bool:

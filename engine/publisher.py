@@ -446,6 +446,7 @@ class Publisher:
         self.num_live -= 1
         self._by_address.pop((request.gateway_id, request.request_id), None)
         stream.request = None
+        request.sequences = []  # a circle otherwise, which only the garbage collector would find
         if stream.attach_grace_s <= 0:
             del self._streams[stream.stream_id]
         else:

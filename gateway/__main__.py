@@ -11,6 +11,7 @@ a gateway that started an engine a new one, in which the live streams go on.
 """
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import os
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 WITH_ENGINE: Final = "--with-engine"
 EXIT_FAILED: Final = 1
+_COLLECT_AFTER: Final = (5000, 5, 20)
+"""Objects, young and middle collections until the next collection of the young, middle and old ones."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -246,6 +249,11 @@ class _Process:
             logger.info("ready again")
             return
         self._has_announced = True
+        # What start-up has made lives to the end, so no collection need look through it while tokens wait; and what is
+        # made for a token is gone before the next.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_COLLECT_AFTER)
         body = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
         name = self._app[keys.GENERATION].model_name
         url = self._server.url

@@ -1,7 +1,7 @@
 """One client's connection, as far as it is counted."""
 
 import asyncio
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
@@ -22,6 +22,11 @@ class CountedConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         self.num_received += len(data)
         super().data_received(data)
+
+    def log_exception(self, *args: Any, **named: Any) -> None:
+        """A body that cannot be unpacked is no fault of ours, and its client has been told."""
+        if not isinstance(named.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **named)
 
     def eof_received(self) -> None:
         """Who waits for an answer keeps its side open; this client is gone. The transport closes itself once everything

@@ -1,9 +1,13 @@
 """What the images are built from agrees with the project."""
 
+import json
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml  # type: ignore[import-untyped]
 
 from streamkv.config import EngineConfig, GatewayConfig
@@ -45,5 +49,71 @@ def test_compose_names_settings_files_and_volumes_that_there_are() -> None:
         for mount in service["volumes"]:
             source = mount.split(":")[0]
             assert (ROOT / source).exists() if source.startswith("./") else source in compose["volumes"], mount
+    gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]["engine"]
+    assert set(gpu["environment"]) <= known
     assert set(compose["services"]) - {"engine", "gateway"} == {"prometheus", "grafana"}
     assert all(compose["services"][name]["profiles"] == ["monitoring"] for name in ("prometheus", "grafana"))
+
+
+def test_the_gpu_s_arguments_are_the_dockerfile_s_and_its_extra_the_project_s() -> None:
+    args = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]["engine"]["build"]["args"]
+    dockerfile = (ROOT / "docker" / "engine.Dockerfile").read_text()
+    assert set(args) <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert args["EXTRAS"] in extras
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ({}, ["--extra-index-url https://index.example torch==2", "--find-links /wheels ."]),
+        ({"TORCH_INDEX": "", "EXTRAS": "gpu"}, ["constraints.txt torch==2", "--find-links /wheels .[gpu]"]),
+    ],
+)
+def test_the_engine_s_build_installs_what_its_arguments_say(
+    tmp_path: Path, arguments: dict[str, str], wanted: list[str]
+) -> None:
+    """The commands of the Dockerfile, in a shell in which pip and apt-get only say what they were told."""
+    for name in ("pip", "apt-get"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $@\n")
+        (tmp_path / name).chmod(0o755)
+    dockerfile = (ROOT / "docker" / "engine.Dockerfile").read_text().replace("\\\n", "")
+    commands = re.findall(r"^RUN (?:--mount=\S+ +)*(.*)$", dockerfile, re.MULTILINE)
+    environment = {
+        "TORCH": "torch==2",
+        "TORCH_INDEX": "https://index.example",
+        "EXTRAS": "",
+        "PACKAGES": "",
+        **arguments,
+    }
+    told = [
+        subprocess.run(
+            ["/bin/sh", "-c", command],
+            env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for command in commands
+        if "venv" not in command
+    ]
+    assert [line.endswith(end) for line, end in zip(told, [*wanted, ""], strict=True)] == [True] * 3, told
+    assert told[2] == ""
+
+
+@pytest.mark.docker
+def test_compose_merges_the_gpu_into_the_engine_alone() -> None:
+    """By docker compose itself, which needs no Docker engine for it."""
+    compose = ["docker", "compose"]
+    if shutil.which("docker") is None or subprocess.run([*compose, "version"], capture_output=True).returncode:
+        pytest.skip("no docker compose here")
+    files = ["-f", "compose.yaml", "-f", "compose.gpu.yaml"]
+    done = subprocess.run([*compose, *files, "config", "--format", "json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    engine, gateway = services["engine"], services["gateway"]
+    (device,) = engine["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"], device["count"]) == ("nvidia", ["gpu"], 1)
+    assert engine["build"]["args"]["TORCH_INDEX"] == "" and engine["environment"]["STREAMKV_DEVICE"] == "cuda"
+    assert engine["read_only"] and engine["cap_drop"] == ["ALL"] and engine["image"] != gateway["image"]
+    assert "deploy" not in gateway and "STREAMKV_DEVICE" not in gateway["environment"]

@@ -32,7 +32,8 @@ from engine.layers.gpu_linear import choose_gpu_method
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
 from engine.models.fingerprint import fingerprint, placing
-from engine.models.gpu_decoder import GpuDecoder
+from engine.models.gpu_model import GpuModel, make_gpu_model
+from engine.models.kv_scales import NUM_TOKENS, measure_kv_scales
 from engine.models.load import load_model, read_config, resolve_dtype
 from engine.plan import NewSequence, StepPlan, StepTokens
 from engine.transfer import StoredBlock, Transfer, TransferResult
@@ -116,9 +117,11 @@ class GpuRunner:
         self._host: PinnedMemory | None = None
         self._compiler: GrammarCompiler | None = None
         self._grammars: SequenceGrammars | None = None
-        self._model: GpuDecoder
+        self._model: GpuModel
         self._cache: KvCache
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._measured_scales: tuple[torch.Tensor, torch.Tensor]
+        """Of a float8 cache: as measure_kv_scales gives them."""
         self._books: DeviceBooks
         self._sampler: DeviceSampler
         self._buffers: _Buffers
@@ -156,9 +159,12 @@ class GpuRunner:
         self._grammars = SequenceGrammars(self._compiler, model_config.vocab_size)
         max_num_tokens = self._token_budget(model_config)
         longest = config.max_model_len or model_config.max_position_embeddings
-        self._model = GpuDecoder(
+        self._model = make_gpu_model(
             model, longest, self._max_num_seqs, max_num_tokens, cache_dtype, device, config.deterministic
         )
+        if cache_dtype == torch.float8_e4m3fn:
+            unscaled = make_gpu_model(model, NUM_TOKENS, 1, NUM_TOKENS, dtype, device, config.deterministic)
+            self._measured_scales = measure_kv_scales(unscaled.body, model_config, dtype, device)
         self._allocate(model_config, dtype, max_num_tokens, -(-longest // config.block_size))
         pool = self._size_pool(model_config, cache_dtype, block_bytes, max_num_tokens, before, report)
         self._make_cache(model_config, pool.num_blocks, cache_dtype)
@@ -197,6 +203,7 @@ class GpuRunner:
             stored=stored,
             step_samples=warm_up.samples,
             host_bytes_per_s=host_bytes_per_s,
+            token_buckets=self._token_buckets,
         )
         return facts, limits
 
@@ -232,6 +239,8 @@ class GpuRunner:
         self._cache = KvCache(model, num_blocks, self._config.block_size, cache_dtype, self._device)
         key_scales, value_scales = self._cache.key_scales, self._cache.value_scales
         if key_scales is not None and value_scales is not None:
+            key_scales.copy_(self._measured_scales[0])
+            value_scales.copy_(self._measured_scales[1])
             self._scales = list(zip(key_scales, value_scales, strict=True))
 
     def _size_pool(
@@ -307,7 +316,14 @@ class GpuRunner:
         config = self._config
         name = torch.cuda.get_device_name(self._device) if self._is_cuda else "cpu"
         words = placing(
-            dtype, cache_dtype, config.block_size, block_bytes, name, config.quantization, config.deterministic
+            dtype,
+            cache_dtype,
+            config.block_size,
+            block_bytes,
+            name,
+            config.quantization,
+            config.deterministic,
+            (self._cache.key_scales, self._cache.value_scales),
         )
         bound_to = fingerprint(files, model_config, words, _HASH_THREADS, report)
         size_bytes = int(config.disk_kv_size_gib * GIB)

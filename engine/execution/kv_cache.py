@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from engine.models.config import ModelConfig
@@ -26,9 +25,6 @@ step costs more than reading a wider one. So a token takes twice the memory that
 
 _AVAILABLE_SHARE = 0.9
 """Of the memory that this process could still have, the most that the pool takes."""
-
-_ALIGNMENT = 64
-"""Bytes of a CPU's cache line, as PyTorch aligns its own memory."""
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +148,7 @@ def rounded_up(number: float) -> str:
 def size_host(config: EngineConfig, block_bytes: int, pool_bytes: int, available_bytes: int | None) -> int:
     """How many blocks host_kv_memory_gib buys below the pool; 0 where it is 0.
 
-    pool_bytes: what the pool will take of available_bytes, of which a block takes its part only once it is written.
+    pool_bytes: what the pool will take of available_bytes.
     A wish over what is left is cut, and logged. Raises ConfigError when not one block fits.
     """
     wanted_bytes = budget_bytes = int(config.host_kv_memory_gib * GIB)
@@ -190,7 +186,10 @@ class KvCache:
         """dtype: float32 on a CPU; on a GPU that of the queries, or float8_e4m3fn."""
         self.num_blocks = num_blocks
         shape = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
-        self.storage = _zeros(num_blocks * bytes_per_block(model, block_size, dtype), device).view(dtype).view(shape)
+        # Zeros, so that nobody meets a NaN in slots that were never written. All memory is taken here, once (some 25
+        # ms for 100 GB on a GPU): on a CPU, too, where pages would otherwise be cleared in mid-step.
+        num_bytes = num_blocks * bytes_per_block(model, block_size, dtype)
+        self.storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
         """All of it, in one piece, so that one strided copy moves a block: [num_layers, keys and values, ...]."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
         self.key_scales: torch.Tensor | None = None
@@ -227,15 +226,3 @@ class KvCache:
             for half in layer:
                 blocks = half.view(torch.uint8) if half.itemsize == 1 else half  # PyTorch moves no float8 by index
                 blocks.index_copy_(0, destination, blocks.index_select(0, source))
-
-
-def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[num_bytes] uint8. So nobody meets a NaN in slots that were never written.
-
-    A GPU writes 100 GB of them in 25 ms. On a CPU they are NumPy's, which come from the system untouched: a block takes
-    memory only once it is written.
-    """
-    if device.type == "cuda":
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
-    return memory[-memory.data_ptr() % _ALIGNMENT :][:num_bytes]

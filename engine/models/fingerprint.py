@@ -67,11 +67,14 @@ def placing(
     device_name: str = "cpu",
     quantization: Quantization = "none",
     is_deterministic: bool = False,
+    scales: Iterable[torch.Tensor | None] = (),
 ) -> tuple[str, ...]:
     """Words for what keys and values depend on beside the model, and for how a block holds them.
 
     dtype: of weights and activations. device_name: as the driver calls the GPU, since each kind sums in its own way.
+    scales: float32, of a float8 cache; they are measured at each start, and others would give other values.
     """
+    held = [scale.cpu().numpy().tobytes() for scale in scales if scale is not None]
     return (
         device_name,
         str(dtype),
@@ -79,6 +82,7 @@ def placing(
         f"blocks of {block_size} tokens in {block_bytes} bytes",
         f"quantization {quantization}",
         "deterministic" if is_deterministic else "any order of sums",
+        f"scales {hashlib.sha256(b''.join(held)).hexdigest()}",
     )
 
 

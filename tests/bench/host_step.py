@@ -9,8 +9,8 @@ Times are microseconds of the loop's thread per step (CPU time, so that others o
 over the steps, and the mean of all together. `wake` is from the end of a step on the device to the loop's taking it in,
 `sent` until its tokens are on the wire: real time. The yardstick is a fixed loop in Python, timed in the same run.
 
-With --serve PORT it waits for requests behind a real gateway instead, on which any load generator can be let loose
-(--decode-ms and --prefill-us say how fast the device is). SIGINT ends it, and tells the figures.
+With --serve it waits for requests behind a real gateway instead, on which any load generator can be let loose
+(--step-ms and --prefill-us say how fast the device is). SIGINT ends it, and tells the figures.
 """
 
 import argparse
@@ -269,12 +269,13 @@ def yardstick_us() -> float:
 
 
 def make_loop(executor: TimedExecutor, num_seqs: int, endpoint: str = "") -> MeasuredLoop:
-    def on_loaded() -> None:  # as engine/__main__.py
+    def collect() -> None:  # as engine/__main__.py
+        gc.disable()
         gc.collect()
         gc.freeze()
 
     config = EngineConfig(model="timed", endpoint=endpoint, max_num_seqs=num_seqs)
-    loop = MeasuredLoop(config, executor, on_loaded=on_loaded)
+    loop = MeasuredLoop(config, executor, on_loaded=collect, on_lull=collect)
     loop.meter = Meter()
     return loop
 
@@ -328,14 +329,14 @@ def figures(meter: Meter, executor: TimedExecutor) -> str:
     return " | ".join(cells)
 
 
-def serve(port: int, num_seqs: int, step_ms: float, prefill_us: float, profile: str) -> None:
+def serve(num_seqs: int, step_ms: float, prefill_us: float, profile: str) -> None:
     """A whole server over the timed device, until SIGINT."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         executor = TimedExecutor(step_ms / 1000, prefill_us / 1e6, word_ids())
         loop = make_loop(executor, num_seqs, f"ipc://{folder}/engine")
-        gateway = context.Process(target=run_gateway, args=(loop.endpoint, there, profile, port))
+        gateway = context.Process(target=run_gateway, args=(loop.endpoint, there, profile))
         gateway.start()
         signal.signal(signal.SIGINT, lambda number, frame: loop.stop())
         threading.Thread(target=lambda: print("ready at", here.recv(), flush=True), daemon=True).start()
@@ -357,11 +358,11 @@ def main() -> None:
     parser.add_argument("--prefill-us", type=float, default=1.7, help="of a prompt's token")
     parser.add_argument("--loads", default="decode,mixed")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
-    parser.add_argument("--serve", type=int, default=0, metavar="PORT")
+    parser.add_argument("--serve", action="store_true", help="be a whole server, for any load generator")
     parser.add_argument("--profile", default="", help="with --serve: the gateway's cProfile statistics go to this file")
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, int(args.seqs.split(",")[-1]), float(args.step_ms), args.prefill_us, args.profile)
+        serve(int(args.seqs.split(",")[-1]), float(args.step_ms), args.prefill_us, args.profile)
         return
     print(HEAD)
     print("|---" * HEAD.count(" | ") + "|---|")

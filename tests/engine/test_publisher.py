@@ -395,9 +395,10 @@ def test_parts_of_a_prompt_whose_stream_is_gone_are_dropped(wire: Wire, publishe
     request, kept = told_request(), request_at(A, 2, grace_s=5.0)
     publisher.add(kept)
     publisher.add(request)
+    late = part(request, 1, 4)
     publisher.publish([told(request, reason="abort")], 1.0)
     wire.sent.clear()
-    publisher.publish([part(request, 1, 4), part(kept, 1, 4)], 1.0)
+    publisher.publish([late, part(kept, 1, 4)], 1.0)
     assert wire.sent == []
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -117,3 +118,31 @@ async def test_the_child_is_told_to_end_with_its_parent(tmp_path: Path) -> None:
 def test_exit_codes_in_words() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-9) == "killed by SIGKILL"
+
+
+def test_a_first_process_reaps_what_nobody_waits_for_and_leaves_the_engine_to_its_owner() -> None:
+    code = """
+import os, time
+from pathlib import Path
+from gateway.supervised_engine import _reap_orphans
+
+def child(seconds):
+    pid = os.fork()
+    if not pid:
+        time.sleep(seconds)
+        os._exit(0)
+    return pid
+
+def state(pid):
+    path = Path(f"/proc/{pid}/stat")
+    return path.read_text().rpartition(")")[2].split()[0] if path.exists() else "gone"
+
+engine, orphan, living = child(0), child(0), child(600)
+while state(engine) != "Z" or state(orphan) != "Z":
+    time.sleep(0.01)
+_reap_orphans(engine)
+print(state(engine), state(orphan), state(living) in "SRD")
+os.kill(living, 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "Z gone True\n", done.stderr

@@ -1,4 +1,4 @@
-"""python -m tests.support.faulty_engine ENDPOINT FAULTS: an engine process whose device fails.
+"""python -m tests.support.faulty_engine ENDPOINT FAULTS VOCAB_SIZE: an engine process whose device fails.
 
 FAULTS is a file with a kind of fault in each line. Each life takes the first one, and meets it at its tenth step; with
 none left it is healthy.
@@ -17,7 +17,6 @@ from engine.loop import EngineLoop
 from engine.plan import StepPlan, StepTokens
 from streamkv import log
 from streamkv.config import EngineConfig
-from tests.support.running_gateway import VOCAB_SIZE
 from tests.support.scripted_engine import TEST_CONFIG
 from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
 
@@ -28,8 +27,8 @@ KINDS = ("collect", "launch", "close", "hang", "abort", "memory", "kill")
 class BrokenDevice(ScriptedExecutor):
     """As a CUDA device after an assert: once one call has failed, every later one does, the last included."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE, step_s=0.004)
+    def __init__(self, kind: str, vocab_size: int) -> None:
+        super().__init__(vocab_size=vocab_size, step_s=0.004)
         self._kind = kind
         self._num_launched = 0
         self._is_broken = False
@@ -69,13 +68,13 @@ class BrokenDevice(ScriptedExecutor):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-def main(endpoint: str, faults: Path) -> int:
+def main(endpoint: str, faults: Path, vocab_size: int) -> int:
     kind, _, rest = faults.read_text().partition("\n")
     faults.write_text(rest)
     log.configure("warning", "engine")
     config = msgspec.convert({"endpoint": endpoint, **TEST_CONFIG}, EngineConfig)
-    return EngineLoop(config, BrokenDevice(kind)).run()
+    return EngineLoop(config, BrokenDevice(kind, vocab_size)).run()
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1], Path(sys.argv[2])))
+    os._exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

@@ -122,9 +122,11 @@ def test_device_types_quantization_and_order_of_sums_count() -> None:
         placing(torch.bfloat16, torch.bfloat16, 16, 4096, "NVIDIA H200"),
         placing(torch.bfloat16, torch.bfloat16, 16, 4096, quantization="fp8"),
         placing(torch.bfloat16, torch.bfloat16, 16, 4096, is_deterministic=True),
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096, scales=(torch.ones(2, 3), torch.ones(2, 3))),
+        placing(torch.bfloat16, torch.bfloat16, 16, 4096, scales=(torch.ones(2, 3), torch.full((2, 3), 1.0001))),
     ]
     assert len(set(words)) == len(words)
-    assert placing(torch.bfloat16, torch.bfloat16, 16, 4096) == words[0]
+    assert placing(torch.bfloat16, torch.bfloat16, 16, 4096, scales=(None, None)) == words[0]
 
 
 def test_dummy_weights_have_no_files_and_are_no_models_own(config: ModelConfig, tmp_path: Path) -> None:
