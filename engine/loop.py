@@ -64,12 +64,35 @@ DEFAULT_DRAIN_S: Final = 30.0
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
+_WAKING_S: Final = 0.0015
+"""What it takes to wake up at a time: the socket counts in milliseconds."""
+_LAUNCHING_MEMORY: Final = 0.95
+_LEAD_STEP: Final = 0.1
+_LEAD_MEMORY: Final = 0.99
 _LONGEST_BUSY_S: Final = 300.0
 """Without a lull."""
 _CLOSE_LIMIT_S: Final = 5.0
 """What it may take to close a device that has failed."""
 _FLUSH_LIMIT_S: Final = 4.0
 """What writing the cache to disk may take at the end; the supervisor kills an engine that takes ten seconds."""
+
+
+class _Span:
+    """When a step was launched, and when it was done. Knows nothing of its launch, which knows it: no circle."""
+
+    __slots__ = ("_clock", "_wake", "done_s", "launched_s")
+
+    def __init__(self, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        self._clock = clock
+        self._wake = wake
+        self.launched_s = clock()
+        self.done_s = 0.0
+        """0: the executor has not told of its end."""
+
+    def end(self) -> None:
+        """From any thread."""
+        self.done_s = self._clock()
+        self._wake()
 
 
 class EngineLoop:
@@ -116,8 +139,7 @@ class EngineLoop:
         self._scheduler: Scheduler
         self._requests: Requests
         self._snapshots: Snapshots
-        self._in_flight: deque[tuple[Launch, float]] = deque()
-        """Steps, and when they were launched."""
+        self._in_flight: deque[tuple[Launch, _Span]] = deque()
         self._outputs: list[SequenceOutput] = []
         """What this turn has brought and not yet published."""
         self._exit_code: int | None = None
@@ -131,8 +153,14 @@ class EngineLoop:
         self._next_heartbeat_s = now_s
         self._progress_s = now_s
         """When the newest step finished, or work came to an idle engine."""
-        self._collected_s = now_s
-        """When the newest step was collected."""
+        self._done_s = now_s
+        """When the newest collected step was done."""
+        self._launch_at_s = float("inf")
+        """When a step that was put off must be planned."""
+        self._launching_s = 0.0
+        """What it takes to plan and launch a step; the most of late."""
+        self._lead_share = _LEAD_STEP
+        """How much sooner than predicted a step may be done, as a share of it: what has lately been seen."""
         self._lull_s = now_s
         """When on_lull was last called."""
         self._had_work = False
@@ -329,8 +357,7 @@ class EngineLoop:
             self._finish_transfers()
             self._look_at_clock()
             self._requests.look_at_suspects()
-            while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
-                self._launch(plan)
+            self._launch_steps()
             self._start_transfers()
             self._publish()
 
@@ -343,23 +370,51 @@ class EngineLoop:
             self._publisher.next_expiry_s,
             self._requests.next_compile_limit_s,
             self._drain_until_s,
+            self._launch_at_s,
         )
         return max(0.0, due_s - self._clock())
 
+    def _launch_steps(self) -> None:
+        """Keep the executor busy. Where it may have a step more than it computes, that one is planned as late as is
+        safe, so that whoever comes meanwhile has part in it, and not in the one after it."""
+        self._launch_at_s = float("inf")
+        while len(self._in_flight) < self._executor.max_in_flight:
+            now_s = self._clock()
+            if self._in_flight and (latest_s := self._latest_launch_s()) > now_s:
+                self._launch_at_s = latest_s
+                return
+            plan = self._scheduler.plan()
+            if plan is None:
+                return
+            self._launch(plan)
+            self._launching_s = max(self._clock() - now_s, self._launching_s * _LAUNCHING_MEMORY)
+
+    def _latest_launch_s(self) -> float:
+        """When the next step must be planned, so that it is there when the one that is computed now is done."""
+        launch, span = self._in_flight[0]
+        predicted_s = self._latency.predict_s(launch.plan.load)
+        lead_s = _WAKING_S + 2 * self._launching_s + self._lead_share * predicted_s
+        return max(span.launched_s, self._done_s) + predicted_s - lead_s
+
     def _launch(self, plan: StepPlan) -> None:
-        now_s = self._clock()
         self._stats.batch_size = len(plan.scheduled)
         self._flight.launched(self._scheduler.newest_launched)
-        self._in_flight.append((self._executor.launch(plan, self._socket.wake), now_s))
+        span = _Span(self._clock, self._socket.wake)
+        self._in_flight.append((self._executor.launch(plan, span.end), span))
 
-    def _collect(self, launch: Launch, launched_s: float) -> None:
+    def _collect(self, launch: Launch, span: _Span) -> None:
         """Take in a finished step. What a step raises ends the engine: its streams go on in the next one."""
         tokens = self._executor.collect(launch)
         self._flight.collected()
         now_s = self._clock()
-        # A step begins when it's launched, or when the one before it is done.
-        step_s = now_s - max(launched_s, self._collected_s)
-        self._collected_s = now_s
+        # A step begins when it's launched, or when the one before it is done. That this side came late is not its time.
+        done_s = span.done_s or now_s
+        step_s = done_s - max(span.launched_s, self._done_s)
+        self._done_s = done_s
+        if self._launch_at_s < float("inf"):  # the next step was put off until then: too long
+            self._lead_share = min(1.0, self._lead_share + _LEAD_STEP)
+        else:
+            self._lead_share = max(_LEAD_STEP, self._lead_share * _LEAD_MEMORY)
         if not tokens.prompt_logprobs:  # which cost what the model knows nothing of
             self._latency.observe(launch.plan.load, step_s)
         self._outputs += self._scheduler.update(launch.plan, tokens)

@@ -263,13 +263,10 @@ class EngineSocket:
         there."""
         has_frame = False
         for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))):
-            if ready != self._wake_fd:
+            if ready == self._wake_fd:
+                os.eventfd_read(self._wake_fd)  # nobody else reads it, so it does not block
+            else:
                 has_frame = True
-                continue
-            try:
-                os.eventfd_read(self._wake_fd)
-            except BlockingIOError:
-                pass
         return has_frame
 
     def wake(self) -> None:

@@ -71,7 +71,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # Other threads copy blocks or pin memory meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 launch()
             finally:

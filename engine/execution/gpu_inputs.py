@@ -285,10 +285,10 @@ class DeviceBooks:
 
     def _write_tables_now(self, entries: list[int]) -> None:
         """More than the record has room for: many sequences at once that came with long tables."""
-        words = torch.tensor([len(entries) // 2, 0, *entries], dtype=torch.int32)
+        words = torch.tensor([len(entries) // 2, 0, 0, 0, *entries], dtype=torch.int32)
         if self._device.type == "cuda":
             words = words.pin_memory().to(self._device, non_blocking=True)
-        write_tables(self.block_tables, words[2:].view(-1, 2), words[:1])
+        write_tables(self.block_tables, words[4:].view(-1, 2), words[:1])
 
     def remember(self, rows: list[SampledRow], token_ids: list[int]) -> None:
         """What a collected step has sampled counts for the penalties of a sequence that loses its slot."""

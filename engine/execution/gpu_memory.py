@@ -80,6 +80,11 @@ def size_gpu_pool(config: EngineConfig, model: ModelConfig, block_bytes: int, me
     pool. Where other processes leave less, it takes less, and says so. The length is settled as fit_pool does; raises
     ConfigError when not one full sequence fits.
     """
+    if config.kv_cache_memory_gib != EngineConfig().kv_cache_memory_gib:
+        logger.warning(
+            "kv_cache_memory_gib is for a CPU: on a GPU gpu_memory_utilization says how much the engine takes",
+            extra=fields(gpu_memory_utilization=config.gpu_memory_utilization),
+        )
     own_bytes = max(0, memory.own_bytes)  # another process may have ended meanwhile
     needed_bytes = memory.step_bytes + memory.graph_bytes
     wished_bytes = int(config.gpu_memory_utilization * memory.total_bytes) - own_bytes - needed_bytes

@@ -1,6 +1,7 @@
 """The executor on a GPU: the host plans and launches one step while the device runs the one before."""
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from engine.execution.sequence_grammars import SequenceGrammars
 from engine.execution.warm_up import GPU_WORKLOAD, WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs
+from engine.kernels.compiling import compiling_together
 from engine.layers.gpu_linear import choose_gpu_method
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
@@ -71,7 +73,7 @@ class GpuLaunch:
 
     @property
     def is_done(self) -> bool:
-        return self.event is None or self.event.query()
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Raises what the device has to say of a step that failed."""
@@ -106,7 +108,7 @@ class GpuRunner:
         self._config = config
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
         self._graphs = StepGraphs()
         self._max_num_seqs = config.max_num_seqs
         self._launched: queue.SimpleQueue[GpuLaunch | None] = queue.SimpleQueue()
@@ -253,16 +255,21 @@ class GpuRunner:
         report: ReportProgress,
     ) -> PoolSize:
         """What the cache may take, beside what a step and the graphs need, measured on a throw-away pool."""
-        if before is None:
+        if before is None or self._stream is None:
             return size_pool(self._config, model, available_memory_bytes())
-        report("measuring memory", 0.0)
         self._make_cache(model, 2, cache_dtype)
         parts = list(self._parts(max_num_tokens))
+        with compiling_together(os.cpu_count() or 1, partial(report, "compiling kernels")):
+            for _, launch in parts:
+                launch()
+            self._sampler.compile()
+            self._cache.copy_blocks([(0, 1)])
+        report("measuring memory", 0.0)
         largest = [parts[0], parts[-1]]
         step_bytes = peak_bytes(lambda: [launch() for _, launch in largest], self._device)
         graph_bytes = 0
         if not self._config.enforce_eager:
-            graph_bytes = peak_bytes(lambda: self._graphs.capture(largest, self._stream), self._device)
+            graph_bytes = peak_bytes(partial(self._graphs.capture, largest, self._stream), self._device)
             # What they compute in is shared; each has its own list of launches.
             graph_bytes += len(parts) * _GRAPH_BYTES + 2 * _LOGITS_BYTES
             self._graphs.clear()
@@ -359,7 +366,7 @@ class GpuRunner:
             else:
                 self._sample(launch)
             if self._stream is not None:
-                launch.event = torch.cuda.Event()
+                launch.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 launch.event.record(self._stream)
         self._launched.put(launch)
         return launch

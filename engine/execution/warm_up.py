@@ -10,7 +10,7 @@ from streamkv.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class StepShape:
     """A step of equal decodes and at most one chunk of a prompt."""
 
     num_decodes: int
@@ -25,7 +25,7 @@ class Workload:
 
     num_prompt: int
     """Tokens of the first step, of which the first run counts for nothing."""
-    shapes: tuple[_Shape, ...]
+    shapes: tuple[StepShape, ...]
     """The most telling and cheapest first: on a slow machine the others are left out."""
     most_runs: int
     longest_s: float
@@ -39,14 +39,14 @@ class Workload:
 CPU_WORKLOAD: Final = Workload(
     256,
     (
-        _Shape(1, 256, 0, 0),
-        _Shape(0, 0, 16, 0),
-        _Shape(8, 32, 0, 0),
-        _Shape(0, 0, 16, 1024),
-        _Shape(8, 1024, 0, 0),
-        _Shape(8, 64, 64, 256),
-        _Shape(32, 64, 0, 0),
-        _Shape(0, 0, 128, 1024),
+        StepShape(1, 256, 0, 0),
+        StepShape(0, 0, 16, 0),
+        StepShape(8, 32, 0, 0),
+        StepShape(0, 0, 16, 1024),
+        StepShape(8, 1024, 0, 0),
+        StepShape(8, 64, 64, 256),
+        StepShape(32, 64, 0, 0),
+        StepShape(0, 0, 128, 1024),
     ),
     most_runs=5,
     longest_s=1.0,
@@ -54,24 +54,24 @@ CPU_WORKLOAD: Final = Workload(
 GPU_WORKLOAD: Final = Workload(
     512,
     (
-        _Shape(1, 256, 0, 0),
-        _Shape(64, 256, 0, 0),
-        _Shape(0, 0, 1024, 0),
-        _Shape(64, 2048, 0, 0),
-        _Shape(0, 0, 64, 0),
-        _Shape(256, 256, 0, 0),
-        _Shape(64, 512, 512, 0),
-        _Shape(0, 0, 1024, 4096),
-        _Shape(16, 1024, 0, 0),
-        _Shape(16, 1024, 256, 1024),
-        _Shape(0, 0, 256, 0),
-        _Shape(256, 1024, 0, 0),
-        _Shape(0, 0, 256, 7936),
-        _Shape(1, 8192, 0, 0),
-        _Shape(0, 0, 2048, 0),
-        _Shape(128, 512, 1024, 2048),
-        _Shape(0, 0, 4096, 0),
-        _Shape(0, 0, 8192, 0),
+        StepShape(1, 256, 0, 0),
+        StepShape(64, 256, 0, 0),
+        StepShape(0, 0, 1024, 0),
+        StepShape(64, 2048, 0, 0),
+        StepShape(0, 0, 64, 0),
+        StepShape(256, 256, 0, 0),
+        StepShape(64, 512, 512, 0),
+        StepShape(0, 0, 1024, 4096),
+        StepShape(16, 1024, 0, 0),
+        StepShape(16, 1024, 256, 1024),
+        StepShape(0, 0, 256, 0),
+        StepShape(256, 1024, 0, 0),
+        StepShape(0, 0, 256, 7936),
+        StepShape(1, 8192, 0, 0),
+        StepShape(0, 0, 2048, 0),
+        StepShape(128, 512, 1024, 2048),
+        StepShape(0, 0, 4096, 0),
+        StepShape(0, 0, 8192, 0),
     ),
     most_runs=4,
     longest_s=0.7,
@@ -111,13 +111,13 @@ class WarmUp:
         self._max_tokens = max_num_batched_tokens or workload.num_prompt
         self._clock = clock
         self._workload = workload
-        self._prompt = _Shape(0, 0, min(workload.num_prompt, max_model_len - 1, self._max_tokens), 0)
+        self._prompt = StepShape(0, 0, min(workload.num_prompt, max_model_len - 1, self._max_tokens), 0)
         self._num_blocks = num_blocks - 1 if num_blocks else self._prompt.num_prefill // block_size + 1
         self._next_block = 0
         self._next_id = 0
         self._live: list[int] = []
         """Sequences of the last steps."""
-        self._times_s: dict[_Shape, list[float]] = {}
+        self._times_s: dict[StepShape, list[float]] = {}
 
     def run(self, report: Callable[[float], None]) -> None:
         """A prompt twice, since the first run is slow, then each shape, then all again while time is left."""
@@ -148,7 +148,7 @@ class WarmUp:
         """What was run, and how long it took at best."""
         return [(_load(shape), min(times_s)) for shape, times_s in self._times_s.items()]
 
-    def _fit(self, shape: _Shape) -> _Shape | None:
+    def _fit(self, shape: StepShape) -> StepShape | None:
         """The shape within the limits, or None if nothing is left of it."""
         num_seqs = self._max_num_seqs - (1 if shape.num_prefill else 0)
         num_decodes = min(shape.num_decodes, num_seqs, self._max_tokens)
@@ -157,14 +157,14 @@ class WarmUp:
             return None
         # With room for one more token, of a run that goes on.
         most_context = max(0, self._max_model_len - 2)
-        return _Shape(
+        return StepShape(
             num_decodes,
             min(shape.decode_context, most_context) if num_decodes else 0,
             num_prefill,
             min(shape.prefill_context, self._max_model_len - num_prefill) if num_prefill else 0,
         )
 
-    def _measure(self, shape: _Shape, num_starts: int) -> float:
+    def _measure(self, shape: StepShape, num_starts: int) -> float:
         """Run it, and so many times before → seconds of the last run. Decodes go on where the run before left them."""
         decodes = [self._new_id() for _ in range(shape.num_decodes)]
         seconds = 0.0
@@ -210,6 +210,6 @@ class WarmUp:
         return ScheduledSequence(sequence_id, start, num_tokens, is_prefill, True, [0] * num_tokens, table)
 
 
-def _load(shape: _Shape) -> StepLoad:
+def _load(shape: StepShape) -> StepLoad:
     load = StepLoad(num_decodes=shape.num_decodes, num_decode_kv_tokens=shape.num_decodes * (shape.decode_context + 1))
     return load.with_chunk(shape.num_prefill, shape.prefill_context) if shape.num_prefill else load

@@ -59,17 +59,17 @@ def _list_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     first_tile = tl.program_id(0) * TILES_OF_PROGRAM
     for tile in range(first_tile, tl.minimum(first_tile + TILES_OF_PROGRAM, num_tiles)):
-        # Once there are too many it does not matter which, only that there are.
-        has_room = tl.load(list_sizes_ptr + row, cache_modifier=".cg") <= LIST_SIZE
-        if has_room & (tl.load(maxima_ptr + row * num_tiles + tile) >= lowest):
+        if tl.load(maxima_ptr + row * num_tiles + tile) >= lowest:
             ids = tile * TILE + tl.arange(0, TILE)
             logits = load_logits(row_ptr, ids, vocab_size)
             is_listed = (logits >= lowest).to(tl.int32)
+            # All threads get the one result; each reading the size for itself would part their ways.
             place = tl.atomic_add(list_sizes_ptr + row, tl.sum(is_listed, axis=0), sem="relaxed")
-            places = place + tl.cumsum(is_listed, axis=0) - 1
-            is_stored = (is_listed != 0) & (places < LIST_SIZE)
-            tl.store(list_ids_ptr + row * LIST_SIZE + places, ids, mask=is_stored)
-            tl.store(list_logits_ptr + row * LIST_SIZE + places, logits, mask=is_stored)
+            if place < LIST_SIZE:
+                places = place + tl.cumsum(is_listed, axis=0) - 1
+                is_stored = (is_listed != 0) & (places < LIST_SIZE)
+                tl.store(list_ids_ptr + row * LIST_SIZE + places, ids, mask=is_stored)
+                tl.store(list_logits_ptr + row * LIST_SIZE + places, logits, mask=is_stored)
 
 
 @triton.jit

@@ -395,9 +395,7 @@ class Scheduler:
                         break
                     new_block_ids = [blocks.extend(sequence)]
                 token_ids = _NO_TOKENS if num_pending else sequence.token_ids[-1:]
-                decodes.append(
-                    ScheduledSequence(sequence.sequence_id, start, 1, False, True, token_ids, new_block_ids)
-                )
+                decodes.append(ScheduledSequence(sequence.sequence_id, start, 1, False, True, token_ids, new_block_ids))
                 decoding.append(sequence)
                 num_kv_tokens += end
                 sequence.num_computed = end

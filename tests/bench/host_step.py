@@ -7,21 +7,19 @@ running; `mixed` lets each end after 64 tokens and sends the next one, with a pr
 
 Times are microseconds of the loop's thread per step (CPU time, so that others on the machine do not count), medians
 over the steps, and the mean of all together. `wake` is from the end of a step on the device to the loop's taking it in,
-`sent` until its tokens are on the wire: real time. The yardstick is a fixed loop in Python, timed in the same run.
+`sent` until its tokens are on the wire: real time. `idle` is the device's share of time without a step. The yardstick is a fixed loop in Python, timed in the same run.
 
 With --serve it waits for requests behind a real gateway instead, on which any load generator can be let loose
 (--step-ms and --prefill-us say how fast the device is). SIGINT ends it, and tells the figures.
 """
 
 import argparse
-import contextlib
 import gc
 import multiprocessing
 import queue
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -29,12 +27,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Final
 
 import zmq
 
-from engine.executor import DeviceLimits, ReportProgress
+from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.loop import EngineLoop
 from engine.plan import StepPlan, StepTokens
 from engine.transfer import Transfer, TransferResult
@@ -56,7 +53,7 @@ from streamkv.protocol import (
 )
 from streamkv.sampling import Grammar, SamplingParams
 from streamkv.transport import new_gateway_id
-from tests.bench.gateway_throughput import cpu_s, make_tokenizer, run_gateway, word_ids
+from tests.bench.gateway_throughput import cpu_s, run_gateway, word_ids
 
 SECTIONS: Final = ("wait", "receive", "collect", "update", "clock", "plan", "launch", "publish", "rest")
 ACK_BYTES: Final = 256 * 1024
@@ -90,6 +87,8 @@ class TimedExecutor:
         self.wakes: list[float] = []
         """Seconds from the end of each step to its collection."""
         self.newest_done_at = 0.0
+        self.idle_s = self.busy_s = 0.0
+        """Of the device, since it has had a step."""
 
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         facts = ModelFacts("timed", VOCAB_SIZE, 16_384, [2], "none", "clock")
@@ -100,7 +99,8 @@ class TimedExecutor:
         self._queue.put(launch)
         return launch
 
-    def collect(self, launch: TimedLaunch) -> StepTokens:  # type: ignore[override]
+    def collect(self, launch: Launch) -> StepTokens:
+        assert isinstance(launch, TimedLaunch)
         self.wakes.append(time.perf_counter() - launch.done_at)
         self.newest_done_at = launch.done_at
         num_tokens = sum([entry.samples for entry in launch.plan.scheduled])
@@ -124,6 +124,8 @@ class TimedExecutor:
         free_at = 0.0
         while (launch := self._queue.get()) is not None:
             step_s = self._step_s + self._prefill_s * launch.plan.load.num_prefill_tokens
+            self.idle_s += max(0.0, launch.launched_at - (free_at or launch.launched_at))
+            self.busy_s += step_s
             free_at = max(free_at, launch.launched_at) + step_s
             if (left_s := free_at - time.perf_counter()) > 0:
                 time.sleep(left_s)
@@ -192,7 +194,7 @@ class MeasuredLoop(EngineLoop):
             meter.wrap(owner, name, section)
         collect, publish = executor.collect, self._publisher.publish
 
-        def collect_and_count(launch: TimedLaunch) -> StepTokens:
+        def collect_and_count(launch: Launch) -> StepTokens:
             meter.end_step(len(launch.plan.scheduled))
             return collect(launch)
 
@@ -201,10 +203,11 @@ class MeasuredLoop(EngineLoop):
             if meter.is_on:
                 meter.sent.append(time.perf_counter() - executor.newest_done_at)
 
-        for owner, name, function in (
+        replaced: tuple[tuple[object, str, object], ...] = (
             (executor, "collect", collect_and_count),
             (self._publisher, "publish", publish_and_time),
-        ):
+        )
+        for owner, name, function in replaced:
             setattr(owner, name, function)
         super()._serve()
 
@@ -262,7 +265,7 @@ def yardstick_us() -> float:
     def once() -> float:
         start, found = time.thread_time(), []
         for i in range(1000):
-            found.append((i, str(i)))
+            found.append((i, str(i)))  # noqa: PERF401  a loop is what is timed
         return time.thread_time() - start
 
     return 1e6 * min(once() for _ in range(20))
@@ -293,6 +296,7 @@ def measure(num_seqs: int, is_mixed: bool, step_ms: float, prefill_us: float, se
         def follow() -> None:
             here.recv()
             executor.wakes.clear()
+            executor.idle_s = executor.busy_s = 0.0
             loop.meter.is_on = True
             here.recv()
             loop.meter.is_on = False
@@ -313,7 +317,7 @@ def measure(num_seqs: int, is_mixed: bool, step_ms: float, prefill_us: float, se
 
 HEAD: Final = (
     f"| load | sequences | step, ms | rows a step | {' | '.join(SECTIONS)} | all, mean | p99 | wake, p50 / p99 | "
-    "sent, p50 / p99 | yardstick |"
+    "sent, p50 / p99 | idle, % | yardstick |"
 )
 
 
@@ -326,6 +330,7 @@ def figures(meter: Meter, executor: TimedExecutor) -> str:
     for values in (executor.wakes, meter.sent):
         ordered = sorted(values)
         cells.append(f"{1e6 * ordered[len(ordered) // 2]:.0f} / {1e6 * ordered[int(len(ordered) * 0.99)]:.0f}")
+    cells.append(f"{100 * executor.idle_s / (executor.idle_s + executor.busy_s or 1.0):.1f}")
     return " | ".join(cells)
 
 

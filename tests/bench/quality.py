@@ -98,12 +98,12 @@ def cpu_forward(files: ModelFiles, dtype: torch.dtype, window: int) -> Forward:
 def gpu_forward(
     files: ModelFiles, quantization: Quantization, is_kv_float8: bool, window: int, chunk: int, device: torch.device
 ) -> Forward:
-    """With device "cpu" under Triton's interpreter, where it is slow."""
+    """With device "cpu" under Triton's interpreter, which is slow and knows no bfloat16: float16 is taken then."""
     from engine.layers.gpu_linear import choose_gpu_method
     from engine.models.gpu_decoder import GpuDecoder
     from engine.models.kv_scales import NUM_TOKENS, measure_kv_scales
 
-    dtype = torch.bfloat16
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     model, config = load_model(
         files, dtype, lambda stage, percent: None, choose_gpu_method(dtype, device, quantization, False), device
     )

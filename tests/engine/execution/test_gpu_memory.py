@@ -83,6 +83,12 @@ def test_a_process_that_ended_meanwhile_makes_no_room_of_its_own() -> None:
     assert gib_of(EngineConfig(), card(own=-30)) == gib_of(EngineConfig(), card(own=0))
 
 
+def test_the_setting_of_a_cpu_changes_nothing_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert gib_of(EngineConfig(kv_cache_memory_gib=3.0), card()) == gib_of(EngineConfig(), card())
+    assert "kv_cache_memory_gib is for a CPU" in caplog.text
+
+
 def test_all_of_a_card_still_leaves_a_hundredth_free() -> None:
     assert gib_of(EngineConfig(gpu_memory_utilization=1.0), card()) <= 123 - 2 - 1.4
 
