@@ -64,11 +64,6 @@ DEFAULT_DRAIN_S: Final = 30.0
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
-_WAKING_S: Final = 0.0015
-"""What it takes to wake up at a time: the socket counts in milliseconds."""
-_LAUNCHING_MEMORY: Final = 0.95
-_LEAD_STEP: Final = 0.1
-_LEAD_MEMORY: Final = 0.99
 _LONGEST_BUSY_S: Final = 300.0
 """Without a lull."""
 _CLOSE_LIMIT_S: Final = 5.0
@@ -155,12 +150,6 @@ class EngineLoop:
         """When the newest step finished, or work came to an idle engine."""
         self._done_s = now_s
         """When the newest collected step was done."""
-        self._launch_at_s = float("inf")
-        """When a step that was put off must be planned."""
-        self._launching_s = 0.0
-        """What it takes to plan and launch a step; the most of late."""
-        self._lead_share = _LEAD_STEP
-        """How much sooner than predicted a step may be done, as a share of it: what has lately been seen."""
         self._lull_s = now_s
         """When on_lull was last called."""
         self._had_work = False
@@ -357,7 +346,8 @@ class EngineLoop:
             self._finish_transfers()
             self._look_at_clock()
             self._requests.look_at_suspects()
-            self._launch_steps()
+            while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
+                self._launch(plan)
             self._start_transfers()
             self._publish()
 
@@ -370,31 +360,8 @@ class EngineLoop:
             self._publisher.next_expiry_s,
             self._requests.next_compile_limit_s,
             self._drain_until_s,
-            self._launch_at_s,
         )
         return max(0.0, due_s - self._clock())
-
-    def _launch_steps(self) -> None:
-        """Keep the executor busy. Where it may have a step more than it computes, that one is planned as late as is
-        safe, so that whoever comes meanwhile has part in it, and not in the one after it."""
-        self._launch_at_s = float("inf")
-        while len(self._in_flight) < self._executor.max_in_flight:
-            now_s = self._clock()
-            if self._in_flight and (latest_s := self._latest_launch_s()) > now_s:
-                self._launch_at_s = latest_s
-                return
-            plan = self._scheduler.plan()
-            if plan is None:
-                return
-            self._launch(plan)
-            self._launching_s = max(self._clock() - now_s, self._launching_s * _LAUNCHING_MEMORY)
-
-    def _latest_launch_s(self) -> float:
-        """When the next step must be planned, so that it is there when the one that is computed now is done."""
-        launch, span = self._in_flight[0]
-        predicted_s = self._latency.predict_s(launch.plan.load)
-        lead_s = _WAKING_S + 2 * self._launching_s + self._lead_share * predicted_s
-        return max(span.launched_s, self._done_s) + predicted_s - lead_s
 
     def _launch(self, plan: StepPlan) -> None:
         self._stats.batch_size = len(plan.scheduled)
@@ -411,10 +378,6 @@ class EngineLoop:
         done_s = span.done_s or now_s
         step_s = done_s - max(span.launched_s, self._done_s)
         self._done_s = done_s
-        if self._launch_at_s < float("inf"):  # the next step was put off until then: too long
-            self._lead_share = min(1.0, self._lead_share + _LEAD_STEP)
-        else:
-            self._lead_share = max(_LEAD_STEP, self._lead_share * _LEAD_MEMORY)
         if not tokens.prompt_logprobs:  # which cost what the model knows nothing of
             self._latency.observe(launch.plan.load, step_s)
         self._outputs += self._scheduler.update(launch.plan, tokens)

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Final
 
 from gateway.engine_client import EngineClient, EngineUnavailable
+from gateway.turnstile import Turnstile
 from streamkv.errors import StreamKVError
 from streamkv.protocol import Ready
 
@@ -26,6 +27,8 @@ class Admission:
         self._engine = engine
         self._startup_wait_s = startup_wait_s
         self.is_draining = False
+        self.turnstile = Turnstile()
+        """What begins something passes it first."""
         self.num_waiting = 0
         self.shed: Counter[str] = Counter()
         """Requests that were turned away here, by reason."""

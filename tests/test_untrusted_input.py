@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-METHODS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("os", "system"), ("os", "popen")}
+METHODS = {"torch.load", "yaml.load", "yaml.unsafe_load", "os.system", "os.popen"}
 OPTIONS = {"trust_remote_code", "shell", "allow_pickle"}
 """Keywords that may be nothing but False."""
 
@@ -23,13 +23,15 @@ def offences(source: str) -> Iterator[str]:
             called = node.func
             if isinstance(called, ast.Name) and called.id in BUILTINS:
                 yield f"line {node.lineno}: calls {called.id}"
-            elif isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-                if (called.value.id, called.attr) in METHODS:
-                    yield f"line {node.lineno}: calls {called.value.id}.{called.attr}"
+            elif isinstance(called, ast.Attribute) and ast.unparse(called) in METHODS:
+                yield f"line {node.lineno}: calls {ast.unparse(called)}"
             for keyword in node.keywords:
-                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                if keyword.arg in OPTIONS and not is_off:
+                if keyword.arg in OPTIONS and ast.unparse(keyword.value) != "False":
                     yield f"line {node.lineno}: {keyword.arg} is not plainly False"
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value in OPTIONS and ast.unparse(value) != "False":
+                    yield f"line {node.lineno}: {key.value} is not plainly False"
 
 
 def test_no_module_unpickles_evaluates_or_trusts_code() -> None:
@@ -50,6 +52,7 @@ def test_no_module_unpickles_evaluates_or_trusts_code() -> None:
         "eval(text)",
         "torch.load(path)",
         "AutoConfig.from_pretrained(path, trust_remote_code=is_trusted)",
+        "settings = {'trust_remote_code': True}",
         "subprocess.run(command, shell=True)",
         "numpy.load(path, allow_pickle=True)",
     ],

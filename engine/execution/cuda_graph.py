@@ -54,14 +54,13 @@ class StepGraphs:
             graph.replay()
 
     def capture(self, parts: Iterable[tuple[GraphKey, Callable[[], None]]], stream: torch.cuda.Stream) -> None:
-        """Run each part once, so that its kernels are compiled, then record it. The largest should come first: its
-        memory is what the others use."""
+        """Record each part, whose kernels have run before: what is loaded or made at a first launch cannot be in the
+        middle of a capture. The largest part should come first: its memory is what the others use."""
         # A collection in the middle of a capture could free what the graph has recorded.
         gc.collect()
         gc.disable()
         try:
             for key, launch in parts:
-                launch()
                 self._graphs[key] = self._record(launch, stream)
         finally:
             gc.enable()

@@ -53,7 +53,7 @@ class GpuBlockCopier:
     """Copies whole blocks between a GPU's pool and pinned host memory. Implements offload.BlockCopier.
 
     `mark` is called on the thread that launches the steps, all else on another one. Works on a CPU's tensors, too, in
-    Triton's interpreter and without streams.
+    Triton's interpreter and without streams, but only while no other thread runs a kernel there.
     """
 
     def __init__(self, storage: torch.Tensor, host: PinnedMemory, steps: torch.cuda.Stream | None) -> None:

@@ -22,7 +22,7 @@ from engine.execution.gpu_memory import CardBytes, GpuMemory, card_bytes, peak_b
 from engine.execution.grammar import GrammarCompiler, read_tokenizer
 from engine.execution.inputs import PromptChunk
 from engine.execution.kv_cache import GIB, KvCache, PoolSize, bytes_per_block, resolve_cache_dtype, size_host, size_pool
-from engine.execution.offload import Offload
+from engine.execution.offload import BlockCopier, CpuBlockCopier, Offload
 from engine.execution.pinned_memory import PinnedMemory
 from engine.execution.sampler import SampledRow
 from engine.execution.sequence_grammars import SequenceGrammars
@@ -259,16 +259,12 @@ class GpuRunner:
             return size_pool(self._config, model, available_memory_bytes())
         self._make_cache(model, 2, cache_dtype)
         parts = list(self._parts(max_num_tokens))
-        with compiling_together(os.cpu_count() or 1, partial(report, "compiling kernels")):
-            for _, launch in parts:
-                launch()
-            self._sampler.compile()
-            self._cache.copy_blocks([(0, 1)])
+        self._compile(parts if self._has_graphs else parts[:1] + parts[-4:], partial(report, "compiling kernels"))
         report("measuring memory", 0.0)
         largest = [parts[0], parts[-1]]
         step_bytes = peak_bytes(lambda: [launch() for _, launch in largest], self._device)
         graph_bytes = 0
-        if not self._config.enforce_eager:
+        if self._has_graphs:
             graph_bytes = peak_bytes(partial(self._graphs.capture, largest, self._stream), self._device)
             # What they compute in is shared; each has its own list of launches.
             graph_bytes += len(parts) * _GRAPH_BYTES + 2 * _LOGITS_BYTES
@@ -295,8 +291,26 @@ class GpuRunner:
             yield ("filter and sample", num_seqs), partial(self._launch_sampling, num_seqs, has_filters=True)
             yield ("decode", num_seqs), partial(self._launch_decode, num_seqs)
 
+    @property
+    def _has_graphs(self) -> bool:
+        return self._model.is_capturable and not self._config.enforce_eager
+
+    def _compile(self, parts: list[tuple[GraphKey, Callable[[], None]]], report: Callable[[float], None]) -> None:
+        """Have every kernel ready that a step may launch: compiled, and on the device."""
+
+        def launch_all() -> None:
+            for _, launch in parts:
+                launch()
+            self._sampler.compile()
+            self._cache.copy_blocks([(0, 1)])
+
+        with self._model.shallow():
+            with compiling_together(os.cpu_count() or 1, report):
+                launch_all()
+            launch_all()
+
     def _capture(self, max_num_tokens: int, report: Callable[[float], None]) -> None:
-        if self._stream is None or self._config.enforce_eager:
+        if self._stream is None or not self._has_graphs:
             return
         parts = list(self._parts(max_num_tokens))
 
@@ -341,7 +355,11 @@ class GpuRunner:
         if self._host is None:
             return 0.0
         self._host.wait(report)
-        copier = GpuBlockCopier(self._cache.storage, self._host, self._stream)
+        copier: BlockCopier
+        if self._stream is None:  # the interpreter runs one kernel at a time, and a step's may be under way
+            copier = CpuBlockCopier(self._cache.storage, self._host.rows)
+        else:
+            copier = GpuBlockCopier(self._cache.storage, self._host, self._stream)
         self._offload = Offload(self._host.rows, copier, self._store)
         return self._offload.measure_bytes_per_s(self._cache.num_blocks)
 

@@ -12,9 +12,9 @@ import triton.language as tl
 from engine.kernels.skinny_linear import IS_INTERPRETED, SplitScratch, dot_dtype
 
 _TILE_N = 128
-_PROGRAMS = 132
-"""How many the parts of few rows shall fill: a constant, so that another card gives the same parts."""
-_MIN_PART = 512
+_PROGRAMS = 264
+"""How many parts few rows may have in all: a constant, so that another card gives the same parts."""
+_MIN_PART = 1024
 _UNIT = tl.constexpr(128)
 """Parts and tiles end at its multiples, whatever their own size."""
 _FEW_ROWS = 64
@@ -38,8 +38,9 @@ def _store_tile(
 
 @triton.jit
 def _part_sums(
-    x_ptrs, weight_ptrs, part, size, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr, STAGES: tl.constexpr, WHOLE_K: tl.constexpr, DOT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptrs, is_row, weight_ptrs, part, size, PARTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr, STAGES: tl.constexpr, WHOLE_K: tl.constexpr, USES_DOT: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, TILE_K)
     num_units = tl.cdiv(size, _UNIT)
@@ -48,13 +49,16 @@ def _part_sums(
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
     for at in tl.range(first, end, TILE_K, num_stages=STAGES):
         if WHOLE_K:
-            x = tl.load(x_ptrs + at)
+            x = tl.load(x_ptrs + at, mask=is_row, other=0.0)
             w = tl.load(weight_ptrs + at)
         else:
             exists = (at + columns < size)[None, :]
-            x = tl.load(x_ptrs + at, mask=exists, other=0.0)
+            x = tl.load(x_ptrs + at, mask=is_row & exists, other=0.0)
             w = tl.load(weight_ptrs + at, mask=exists, other=0.0)
-        sums = tl.dot(x.to(DOT_DTYPE), tl.trans(w.to(DOT_DTYPE)), sums, input_precision=PRECISION)
+        if USES_DOT:
+            sums = tl.dot(x.to(DOT_DTYPE), tl.trans(w.to(DOT_DTYPE)), sums, input_precision=PRECISION)
+        else:
+            sums += tl.sum(x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :], axis=2)
     return sums
 
 
@@ -80,6 +84,7 @@ def _fixed_kernel(
     STAGES: tl.constexpr,
     GROUP: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    USES_DOT: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -92,7 +97,8 @@ def _fixed_kernel(
     tile = tl.program_id(0) % in_group // group_rows
 
     columns = tl.arange(0, TILE_K)
-    rows = tl.minimum(row_tile * TILE_M + tl.arange(0, TILE_M), num_rows - 1)
+    rows = row_tile * TILE_M + tl.arange(0, TILE_M)
+    is_row = (rows < num_rows)[:, None]
     weight_rows = tl.minimum(tile * TILE_N + tl.arange(0, TILE_N), num_out - 1)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
     weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * size + columns[None, :]
@@ -100,13 +106,39 @@ def _fixed_kernel(
     if not IS_SHARED:
         for part in range(PARTS):
             total += _part_sums(
-                x_ptrs, weight_ptrs, part, size, PARTS, TILE_M, TILE_N, TILE_K, STAGES, WHOLE_K, DOT_DTYPE, PRECISION
+                x_ptrs,
+                is_row,
+                weight_ptrs,
+                part,
+                size,
+                PARTS,
+                TILE_M,
+                TILE_N,
+                TILE_K,
+                STAGES,
+                WHOLE_K,
+                USES_DOT,
+                DOT_DTYPE,
+                PRECISION,
             )
         _store_tile(total, row_tile, tile, out_ptr, scale_ptr, bias_ptr, out_stride, num_rows, num_out, TILE_M, TILE_N)
     else:
         part = tl.program_id(1)
         sums = _part_sums(
-            x_ptrs, weight_ptrs, part, size, PARTS, TILE_M, TILE_N, TILE_K, STAGES, WHOLE_K, DOT_DTYPE, PRECISION
+            x_ptrs,
+            is_row,
+            weight_ptrs,
+            part,
+            size,
+            PARTS,
+            TILE_M,
+            TILE_N,
+            TILE_K,
+            STAGES,
+            WHOLE_K,
+            USES_DOT,
+            DOT_DTYPE,
+            PRECISION,
         )
         in_part = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
         place = tl.program_id(0) * PARTS
@@ -153,13 +185,12 @@ def fixed_linear(
         return out
     num_parts = _num_parts(num_out, size)
     if IS_INTERPRETED:
-        # NumPy's order of a sum depends on the shape of the product and on the row's place in it.
-        tile_m, tile_n, tile_k, num_stages, num_warps = 1, 64, 128, 1, 4
+        tile_m, tile_n, tile_k, num_stages, num_warps = min(16, triton.next_power_of_2(num_rows)), 256, 128, 1, 4
     elif x.dtype == torch.float32:
         # Ordinary arithmetic: each number is one chain over the columns, whatever the tile.
         tile_m, tile_n, tile_k, num_stages, num_warps = (16 if num_rows <= 16 else 64), 64, 32, 2, 4
     elif num_rows <= _FEW_ROWS:
-        tile_m, tile_n, tile_k, num_stages, num_warps = 64, _TILE_N, 128, 3, 4
+        tile_m, tile_n, tile_k, num_stages, num_warps = 64, _TILE_N, 64, 4, 4
     else:
         # Two groups of warps with 64 rows each: their instruction is that of few rows.
         tile_m, tile_n, tile_k, num_stages, num_warps = 128, _TILE_N, 64, 4, 8
@@ -191,6 +222,8 @@ def fixed_linear(
         STAGES=num_stages,
         GROUP=8,
         WHOLE_K=size % _UNIT.value == 0,
+        # NumPy's order in a product depends on the row's place in it.
+        USES_DOT=not IS_INTERPRETED,
         DOT_DTYPE=dot_dtype(x.dtype),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=num_warps,

@@ -107,6 +107,34 @@ def _value_of(logits, top, scale, kth, min_p, is_of_weights):
 
 
 @triton.jit
+def _between(low, high, step, is_by_key):
+    """The logit that is so many ninths of the way between two keys: in equal steps of the logit, which suit most
+    distributions, or of its bits, which get to an end with all of them."""
+    if is_by_key:
+        key = low + (high - low) * step // 9
+    else:
+        low_logit = number_of(low.to(tl.int32))
+        high_logit = number_of((high - 1).to(tl.int32))
+        key = key_of(low_logit + (high_logit - low_logit) * (step / 9.0)).to(tl.int64)
+        key = tl.minimum(tl.maximum(key, low + 1), high - 1)
+    return number_of(key.to(tl.int32))
+
+
+@triton.jit
+def _halved(low, high, sum_low, sum_high, logit, counts, wanted):
+    """What is known once the tokens from a logit on are counted, by lanes."""
+    reached = tl.sum(counts.to(tl.float64), axis=0)
+    key = key_of(logit).to(tl.int64)
+    if reached >= wanted:
+        low = tl.maximum(low, key)
+        sum_low = tl.minimum(sum_low, reached)
+    else:
+        high = tl.minimum(high, key)
+        sum_high = tl.maximum(sum_high, reached)
+    return low, high, sum_low, sum_high
+
+
+@triton.jit
 def _reach_row(
     row_ptr,
     list_logits_ptr,
@@ -116,57 +144,79 @@ def _reach_row(
     min_p,
     lowest,
     wanted,
+    sum_low,
     is_of_weights,
     vocab_size,
     ROW_TILE: tl.constexpr,
     LIST_SIZE: tl.constexpr,
 ):
-    """The highest logit such that what the tokens from it on count reaches `wanted`, or else `lowest`."""
-    steps = tl.arange(0, 8) + 1
+    """The highest logit such that what the tokens from it on count reaches `wanted`, or else `lowest`, from which on
+    they count `sum_low` or less."""
     places = tl.arange(0, ROW_TILE)
     low = key_of(lowest).to(tl.int64)
     high = key_of(top).to(tl.int64) + 1
-    num_low = vocab_size
-    num_high = 0
     sum_high = tl.zeros([], tl.float64)
+    # Between two logits there are no more tokens than this, for none counts less than one at the lower.
+    num_between = tl.zeros([], tl.float64) + vocab_size
     turn = 0
-    while (high - low > 1) & (num_low - num_high > LIST_SIZE):
-        # Equal steps of the logit suit most distributions; equal steps of its bits get to an end with all of them.
-        if turn % 4 == 3:
-            thresholds = (low + (high - low) * steps.to(tl.int64) // 9).to(tl.int32)
-        else:
-            low_logit = number_of(low.to(tl.int32))
-            high_logit = number_of((high - 1).to(tl.int32))
-            between = key_of(low_logit + (high_logit - low_logit) * (steps.to(tl.float32) / 9.0)).to(tl.int64)
-            thresholds = tl.minimum(tl.maximum(between, low + 1), high - 1).to(tl.int32)
+    while (high - low > 1) & (num_between > LIST_SIZE - 8):
+        is_by_key = turn % 4 == 3
         turn += 1
-        nums = tl.zeros([8], tl.int32)
-        sums = tl.zeros([8], tl.float64)
+        logit1 = _between(low, high, 1, is_by_key)
+        logit2 = _between(low, high, 2, is_by_key)
+        logit3 = _between(low, high, 3, is_by_key)
+        logit4 = _between(low, high, 4, is_by_key)
+        logit5 = _between(low, high, 5, is_by_key)
+        logit6 = _between(low, high, 6, is_by_key)
+        logit7 = _between(low, high, 7, is_by_key)
+        logit8 = _between(low, high, 8, is_by_key)
+        # Lane by lane, so that nothing is exchanged before the end.
+        counts1 = tl.zeros([ROW_TILE], tl.float32)
+        counts2 = tl.zeros([ROW_TILE], tl.float32)
+        counts3 = tl.zeros([ROW_TILE], tl.float32)
+        counts4 = tl.zeros([ROW_TILE], tl.float32)
+        counts5 = tl.zeros([ROW_TILE], tl.float32)
+        counts6 = tl.zeros([ROW_TILE], tl.float32)
+        counts7 = tl.zeros([ROW_TILE], tl.float32)
+        counts8 = tl.zeros([ROW_TILE], tl.float32)
         following = load_logits(row_ptr, places, vocab_size)
         for at in range(0, vocab_size, ROW_TILE):
             logits = following
             following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
             values = _value_of(logits, top, scale, kth, min_p, is_of_weights)
-            is_over = key_of(logits)[None, :] >= thresholds[:, None]
-            nums += tl.sum(is_over.to(tl.int32), axis=1)
-            sums += tl.sum(tl.where(is_over, values[None, :], 0.0), axis=1).to(tl.float64)
-        is_reached = sums >= wanted
-        low = tl.maximum(low, tl.max(tl.where(is_reached, thresholds, -2147483648), axis=0).to(tl.int64))
-        num_low = tl.minimum(num_low, tl.min(tl.where(is_reached, nums, vocab_size), axis=0))
-        high = tl.minimum(high, tl.min(tl.where(is_reached, 2147483647, thresholds), axis=0).to(tl.int64))
-        num_high = tl.maximum(num_high, tl.max(tl.where(is_reached, 0, nums), axis=0))
-        sum_high = tl.maximum(sum_high, tl.max(tl.where(is_reached, 0.0, sums), axis=0))
+            counts1 += tl.where(logits >= logit1, values, 0.0)
+            counts2 += tl.where(logits >= logit2, values, 0.0)
+            counts3 += tl.where(logits >= logit3, values, 0.0)
+            counts4 += tl.where(logits >= logit4, values, 0.0)
+            counts5 += tl.where(logits >= logit5, values, 0.0)
+            counts6 += tl.where(logits >= logit6, values, 0.0)
+            counts7 += tl.where(logits >= logit7, values, 0.0)
+            counts8 += tl.where(logits >= logit8, values, 0.0)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit1, counts1, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit2, counts2, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit3, counts3, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit4, counts4, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit5, counts5, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit6, counts6, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit7, counts7, wanted)
+        low, high, sum_low, sum_high = _halved(low, high, sum_low, sum_high, logit8, counts8, wanted)
+        least = tl.where(is_of_weights, tl.exp2((number_of(low.to(tl.int32)) - top) * scale), 1.0)
+        num_between = (sum_low - sum_high) / tl.maximum(least, 1e-30)
     if high - low > 1:
+        low_logit = number_of(low.to(tl.int32))
+        high_logit = number_of(high.to(tl.int32))
         num_listed = 0
         following = load_logits(row_ptr, places, vocab_size)
         for at in range(0, vocab_size, ROW_TILE):
             logits = following
             following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
-            keys = key_of(logits)
-            is_listed = ((keys >= low.to(tl.int32)) & (keys < high.to(tl.int32))).to(tl.int32)
-            stored_at = num_listed + tl.cumsum(is_listed, axis=0) - 1
-            tl.store(list_logits_ptr + stored_at, logits, mask=is_listed != 0)
-            num_listed += tl.sum(is_listed, axis=0)
+            values = _value_of(logits, top, scale, kth, min_p, is_of_weights)
+            is_listed = ((logits >= low_logit) & (logits < high_logit) & (values > 0.0)).to(tl.int32)
+            num_here = tl.sum(is_listed, axis=0)
+            if num_here > 0:
+                stored_at = num_listed + tl.cumsum(is_listed, axis=0) - 1
+                tl.store(list_logits_ptr + stored_at, logits, mask=(is_listed != 0) & (stored_at < LIST_SIZE))
+                num_listed += num_here
         tl.debug_barrier()
         if num_listed > 0:
             listed = tl.arange(0, LIST_SIZE)
@@ -205,6 +255,7 @@ def _among_row(
     for kind in range(2):
         is_top_p = kind == 1
         wanted = top_k.to(tl.float64)
+        sum_low = tl.zeros([], tl.float64) + vocab_size
         if is_top_p:
             if (top_p < 1.0) & ((top_k > 0) | (min_p > 0.0)):
                 total = tl.zeros([], tl.float64)
@@ -214,6 +265,7 @@ def _among_row(
                     following = load_logits(row_ptr, at + ROW_TILE + places, vocab_size)
                     total += tl.sum(_value_of(logits, top, scale, kth, min_p, True), axis=0).to(tl.float64)
             wanted = total * top_p
+            sum_low = total
         if (is_top_p & (top_p < 1.0)) | ((kind == 0) & (top_k > 0)):
             reached = _reach_row(
                 row_ptr,
@@ -224,6 +276,7 @@ def _among_row(
                 min_p,
                 lowest,
                 wanted,
+                sum_low,
                 is_top_p,
                 vocab_size,
                 ROW_TILE,

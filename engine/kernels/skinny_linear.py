@@ -41,36 +41,27 @@ def _weight_rows(tile, num_out, TILE_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
-def _begin(weight_ptr, tile, num_out, first, size, IS_GATED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
-           SIGNALS: tl.constexpr, TILE_N: tl.constexpr, THREADS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Let the kernel behind begin; bring the weights of columns first .. first + AHEAD - 1 nearer; then wait for the
-    kernel in front, which may be writing x."""
-    if SIGNALS:
-        tl.extra.cuda.gdc_launch_dependents()
-    if IS_DEPENDENT:
-        if AHEAD > 0:
-            # Each thread asks for one piece of one row.
-            PER_ROW: tl.constexpr = THREADS // TILE_N if THREADS > TILE_N else 1
-            pieces = tl.arange(0, TILE_N * PER_ROW)
-            rows = tile * TILE_N + pieces // PER_ROW
-            limit = num_out
-            if IS_GATED:
-                limit = 2 * num_out
-            rows = tl.minimum(rows, limit - 1)
-            if IS_GATED:
-                rows = rows % 2 * num_out + rows // 2
-            columns = tl.minimum(first + pieces % PER_ROW * (AHEAD // PER_ROW), size - AHEAD // PER_ROW)
-            addresses = weight_ptr + rows.to(tl.int64) * size + columns
-            num_bytes = AHEAD // PER_ROW * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-                "=r,l,r",
-                [addresses, num_bytes],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        tl.extra.cuda.gdc_wait()
+def _fetch(weight_ptr, tile, num_out, first, size, IS_GATED: tl.constexpr, TILE_N: tl.constexpr, THREADS: tl.constexpr,
+           AHEAD: tl.constexpr):  # fmt: skip
+    """Bring the weights of columns first .. first + AHEAD - 1 into the cache: each thread a piece of one row."""
+    PER_ROW: tl.constexpr = THREADS // TILE_N if THREADS > TILE_N else 1
+    pieces = tl.arange(0, TILE_N * PER_ROW)
+    rows = tile * TILE_N + pieces // PER_ROW
+    if IS_GATED:
+        rows = tl.minimum(rows, 2 * num_out - 1)
+        rows = rows % 2 * num_out + rows // 2
+    else:
+        rows = tl.minimum(rows, num_out - 1)
+    columns = tl.minimum(first + pieces % PER_ROW * (AHEAD // PER_ROW), size - AHEAD // PER_ROW)
+    num_bytes = AHEAD // PER_ROW * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [weight_ptr + rows.to(tl.int64) * size + columns, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -87,7 +78,7 @@ def _load_weights(ptrs, exists, WHOLE: tl.constexpr):
     if WHOLE:
         return tl.load(ptrs, eviction_policy="evict_first")
     else:
-        return tl.load(ptrs, mask=exists[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(ptrs, mask=exists, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -98,7 +89,7 @@ def _add_row(
     """The products of one row of x with a tile of the weights, added to [TILE_N, TILE_K / VECTOR] sums."""
     x = _load(x_ptrs, exists, WHOLE_K).to(tl.float32)
     if HAS_NORM:
-        squares += x * x
+        squares += tl.sum(tl.reshape(x * x, [TILE_K // VECTOR, VECTOR]), axis=1)
         x *= norm
     # A thread adds up the columns that it read at once.
     sums += tl.sum(tl.reshape(w * x[None, :], [TILE_N, TILE_K // VECTOR, VECTOR]), axis=2)
@@ -134,7 +125,7 @@ def _store_row(
     tl.store(out_ptr + row * out_stride + columns, sums.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_early"])
 def _vector_kernel(
     out_ptr,
     x_ptr,
@@ -150,11 +141,11 @@ def _vector_kernel(
     num_out,
     size,
     eps,
+    num_early,
     GATE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
     WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
@@ -163,8 +154,9 @@ def _vector_kernel(
     THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    if SIGNALS:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
-    _begin(weight_ptr, tile, num_out, 0, size, GATE != "", IS_DEPENDENT, SIGNALS, TILE_N, THREADS, AHEAD)
     weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
     if not WHOLE_N:
         # What lies behind the end is read from the last row, and never stored.
@@ -181,14 +173,26 @@ def _vector_kernel(
     sums1 = sums0
     sums2 = sums0
     sums3 = sums0
-    squares0 = tl.zeros([TILE_K], tl.float32)
+    squares0 = tl.zeros([TILE_K // VECTOR], tl.float32)
     squares1 = squares0
     squares2 = squares0
     squares3 = squares0
-    for at in tl.range(0, size, TILE_K, num_stages=STAGES):
-        if not WHOLE_K:
+    next_w = _load_weights(weight_ptrs, exists[None, :], WHOLE_K)
+    if IS_DEPENDENT:
+        # x is not there yet, but weights are. Who begins after the kernel in front has ended need not fetch them.
+        if AHEAD > 0:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if tile < num_early:
+                _fetch(weight_ptr, tile, num_out, TILE_K, size, GATE != "", TILE_N, THREADS, AHEAD)
+        tl.extra.cuda.gdc_wait()
+    for at in range(0, size, TILE_K):
+        # Those of the next turn are under way during this one.
+        w = next_w.to(tl.float32)
+        if WHOLE_K:
+            next_exists = at + TILE_K < size
+        else:
             exists = at + columns < size
-        w = _load_weights(weight_ptrs + at, exists, WHOLE_K).to(tl.float32)
+            next_exists = (at + TILE_K + columns < size)[None, :]
+        next_w = _load_weights(weight_ptrs + (at + TILE_K), next_exists, False)
         if HAS_NORM:
             norm = _load(norm_ptr + columns + at, exists, WHOLE_K).to(tl.float32)
         else:
@@ -263,7 +267,7 @@ def _store_tile(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_early"])
 def _matrix_kernel(
     out_ptr,
     x_ptr,
@@ -281,6 +285,7 @@ def _matrix_kernel(
     num_out,
     size,
     eps,
+    num_early,
     GATE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -296,25 +301,32 @@ def _matrix_kernel(
     THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
+    if SIGNALS:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     part = tl.program_id(1)
     num_tiles_k = tl.cdiv(size, TILE_K)
     first = part * num_tiles_k // PARTS * TILE_K
     end = (part + 1) * num_tiles_k // PARTS * TILE_K
-    _begin(weight_ptr, tile, num_out, first, size, GATE != "", IS_DEPENDENT, SIGNALS, TILE_N, THREADS, AHEAD)
+    if IS_DEPENDENT:
+        if AHEAD > 0:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if tile < num_early:
+                _fetch(weight_ptr, tile, num_out, first, size, GATE != "", TILE_N, THREADS, AHEAD)
+        tl.extra.cuda.gdc_wait()
     weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
     if not WHOLE_N:
         weight_rows = tl.minimum(weight_rows, (2 * num_out if GATE != "" else num_out) - 1)
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, TILE_K)
     weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * size + columns[None, :]
-    x_ptrs = x_ptr + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * x_stride + columns[None, :]
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
+    is_row = (rows < num_rows)[:, None]
     sums = tl.zeros([TILE_N, ROWS], tl.float32)
     square_sums = tl.zeros([ROWS], tl.float32)
     for at in tl.range(first, end, TILE_K, num_stages=STAGES):
         exists = at + columns < size
-        w = _load_weights(weight_ptrs + at, exists, WHOLE_K)
-        x = _load(x_ptrs + at, exists[None, :], WHOLE_K)
+        w = _load_weights(weight_ptrs + at, exists[None, :], WHOLE_K)
+        x = _load(x_ptrs + at, is_row if WHOLE_K else is_row & exists[None, :], False)
         if norm_ptr is not None:
             norm = _load(norm_ptr + columns + at, exists, WHOLE_K)
             wide = x.to(tl.float32)
@@ -362,12 +374,12 @@ class SkinnyTiles:
     """Weight rows of a program."""
     tile_k: int
     num_warps: int
-    num_stages: int
-    """Tiles under way to a program, with the one in use; 1: loads straight into registers."""
+    num_stages: int = 1
+    """Tiles under way to a program, with the one in use; of the matrix kernel alone."""
     num_parts: int = 1
     """Programs that share the columns of a tile; of the matrix kernel alone."""
-    ahead: int = 1024
-    """Columns that a dependent launch fetches before it waits."""
+    ahead: int = 0
+    """Columns that a dependent launch brings into the cache before it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,22 +399,48 @@ def make_split_scratch(device: torch.device) -> SplitScratch:
     )
 
 
-def max_skinny_rows(num_weight_rows: int, size: int, dtype: torch.dtype, activation_dtype: torch.dtype) -> int:
-    """For how many rows this kernel is the one to take. num_weight_rows, size, dtype: of the weights."""
-    if activation_dtype == torch.bfloat16:
-        return 16
-    # float16 times a norm's weight can pass its range, and float32 has no matrix unit.
-    return 4
+def max_skinny_rows(activation_dtype: torch.dtype) -> int:
+    """For how many rows this kernel is the one to take: measured, at 64 it still equals cuBLAS, or wins."""
+    return 4 if activation_dtype == torch.float32 else MAX_ROWS
+
+
+def takes_norm(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> bool:
+    """Whether the norm belongs into this launch: the matrix kernel takes x as it comes, and loses more than the launch
+    of another kernel takes when it does not."""
+    return not choose_skinny_tiles(num_rows, num_weight_rows, size, dtype).is_matrix
 
 
 @lru_cache
 def choose_skinny_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
-    """num_weight_rows, size, dtype: of the weights."""
+    """num_weight_rows, size, dtype: of the weights. Measured on an H200; see docs/performance.md."""
+    numel = num_weight_rows * size
+    if IS_INTERPRETED:  # where a program takes its time, whatever its size
+        tile_n, tile_k = (min(256, triton.next_power_of_2(length)) for length in (num_weight_rows, size))
+        return SkinnyTiles(num_rows > 4, tile_n, tile_k, 4, 2)
+    if num_rows <= 2 or dtype == torch.float32 or (num_rows <= 4 and numel <= 2**23):
+        return _choose_vector_tiles(num_rows, num_weight_rows, size, dtype)
+    if num_weight_rows >= 2**14:
+        return SkinnyTiles(True, 128, 128, 8, 4)
+    num_tiles = triton.cdiv(num_weight_rows, 64)
+    if num_tiles < 32:
+        return SkinnyTiles(True, 64, 128, 4, 4, max(1, min(size // 256, 4)))
+    return SkinnyTiles(True, 64, 128, 4, 6, 2 if size >= 8192 and num_tiles <= 96 else 1)
+
+
+def _choose_vector_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
+    # Many programs with few rows each: what waits for the memory is many warps, not deep loops.
+    if dtype.itemsize == 1:
+        tile_n, num_warps = 4, 4 if num_rows == 1 else 2
+    elif num_rows == 1:
+        tile_n, num_warps = 2, 8 if size >= 4096 and num_weight_rows >= size + size // 2 else 4
+    else:
+        tile_n, num_warps = (4, 2) if num_weight_rows > size else (4, 4)
+        if num_rows > 2 and num_weight_rows <= size:
+            tile_n = 2
     vector = 16 // dtype.itemsize
-    if num_rows <= 4:
-        num_warps = 4 if size >= 2048 else 2
-        return SkinnyTiles(False, 8 if num_rows < 3 else 4, num_warps * 32 * vector, num_warps, 1)
-    return SkinnyTiles(True, 64, 128, 4, 4, max(1, min(size // 256, 264 * 64 // num_weight_rows)))
+    while num_warps > 1 and num_warps * 32 * vector >= 2 * size:
+        num_warps //= 2
+    return SkinnyTiles(False, tile_n, num_warps * 32 * vector, num_warps)
 
 
 def skinny_linear(
@@ -446,11 +484,12 @@ def skinny_linear(
     if tiles is None:
         tiles = choose_skinny_tiles(num_rows, num_weight_rows, size, weight.dtype)
     signals = can_depend(x.device)
-    # Whole pieces of 16 bytes can be fetched ahead; a part of a row that ends before is fetched by the loads alone.
-    piece = max(1, tiles.num_warps * 32 // tiles.tile_n)
-    ahead = tiles.ahead if size >= tiles.ahead and size * weight.itemsize % 16 == 0 else 0
-    if ahead * weight.itemsize < 16 * piece or weight.data_ptr() % 16:
+    ahead = tiles.ahead
+    # Only what lies in whole pieces of 16 bytes can be fetched.
+    num_pieces = max(1, tiles.num_warps * 32 // tiles.tile_n)
+    if ahead * weight.itemsize < 16 * num_pieces or size < ahead or weight.data_ptr() % 16 or size % 16:
         ahead = 0
+    num_early = _num_processors(x.device) * 64 // tiles.num_warps if ahead else 0
     pointers = (out, x, weight, weight_scale, bias, norm_weight, residual)
     strides = (x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0)
     num_tiles = triton.cdiv(num_weight_rows, tiles.tile_n)
@@ -463,11 +502,11 @@ def skinny_linear(
             num_out,
             size,
             eps,
+            num_early,
             GATE=gated or "",
             ROWS=triton.next_power_of_2(num_rows),
             TILE_N=tiles.tile_n,
             TILE_K=tiles.tile_k,
-            STAGES=tiles.num_stages,
             VECTOR=16 // weight.itemsize,
             WHOLE_N=whole[0],
             WHOLE_K=whole[1],
@@ -492,6 +531,7 @@ def skinny_linear(
         num_out,
         size,
         eps,
+        num_early,
         GATE=gated or "",
         ROWS=rows,
         TILE_N=tiles.tile_n,
@@ -525,6 +565,11 @@ def can_depend(device: torch.device) -> bool:
     if IS_INTERPRETED or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _check(

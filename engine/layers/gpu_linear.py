@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.fixed_linear import fixed_linear
-from engine.kernels.scaled_linear import SCALED_MULTIPLE, quantise_rows, scaled_linear
-from engine.kernels.skinny_linear import SplitScratch, make_split_scratch, max_skinny_rows, skinny_linear
+from engine.kernels.rms_norm import rms_norm
+from engine.kernels.scaled_linear import SCALED_MULTIPLE, narrow_rows, quantise_rows, scaled_linear
+from engine.kernels.skinny_linear import SplitScratch, make_split_scratch, max_skinny_rows, skinny_linear, takes_norm
 
 
 @runtime_checkable
@@ -44,7 +45,7 @@ class GpuProduct(Protocol):
         out_dtype: torch.dtype | None = None,
         is_dependent: bool = False,
     ) -> torch.Tensor:
-        """The product with what stands before and behind it, in one launch: `skinny_linear` says what.
+        """The product with what stands before and behind it, in one launch or two: `skinny_linear` says what.
 
         1 to max_fused_rows rows.
         """
@@ -67,7 +68,7 @@ class _SkinnyProduct:
         self.weight_scale = weight_scale
         self.bias = bias
         self.scratch = scratch
-        self.max_fused_rows = max_skinny_rows(self.out_features, self.in_features, weight.dtype, activation_dtype)
+        self.max_fused_rows = max_skinny_rows(activation_dtype)
 
     def fused(
         self,
@@ -81,6 +82,9 @@ class _SkinnyProduct:
         out_dtype: torch.dtype | None = None,
         is_dependent: bool = False,
     ) -> torch.Tensor:
+        if norm_weight is not None and not takes_norm(len(x), self.out_features, self.in_features, self.weight.dtype):
+            x = rms_norm(x, norm_weight, eps)
+            norm_weight = None
         return skinny_linear(
             x,
             self.weight,
@@ -95,6 +99,9 @@ class _SkinnyProduct:
             scratch=self.scratch,
             is_dependent=is_dependent,
         )
+
+    def _takes_norm(self, num_rows: int) -> bool:
+        return takes_norm(num_rows, self.out_features, self.in_features, self.weight.dtype)
 
 
 class PlainGpuProduct(_SkinnyProduct):
@@ -114,9 +121,34 @@ class PlainGpuProduct(_SkinnyProduct):
 
 
 class ScaledGpuProduct(_SkinnyProduct):
-    """e4m3 weights: few rows stay as they are; many are quantised too, one by one, and multiplied by cuBLAS."""
+    """e4m3 weights: few rows stay as wide as they are; many are quantised too, and multiplied by cuBLAS."""
 
     weight_scale: torch.Tensor
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        gated: str | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        is_dependent: bool = False,
+    ) -> torch.Tensor:
+        if x.dtype == torch.bfloat16 and not self._takes_norm(len(x)):
+            # The matrix kernel takes float16, which e4m3 becomes at once.
+            out_dtype = out_dtype or x.dtype
+            if norm_weight is None:
+                x = narrow_rows(x)
+            else:
+                x = rms_norm(x, norm_weight, eps, out=x.new_empty(x.shape, dtype=torch.float16))
+                norm_weight = None
+        return super().fused(
+            x, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual, out=out, out_dtype=out_dtype,
+            is_dependent=is_dependent,
+        )  # fmt: skip
 
     def __call__(
         self, x: torch.Tensor, out_dtype: torch.dtype | None = None, *, is_dependent: bool = False

@@ -7,7 +7,8 @@ For few rows a layer is six launches: norm + qkv, rotation + cache write, attent
 up + activation, down + addition. For many the library's products are faster, and norms and activation stand between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,8 @@ class _Layer:
 class GpuDecoder:
     """Computes steps of at most max_num_tokens tokens of at most max_num_seqs sequences."""
 
+    is_capturable = True
+
     def __init__(
         self,
         model: Decoder,
@@ -87,6 +90,17 @@ class GpuDecoder:
         products = [p for layer in self._layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         # What a norm stands behind cannot be added to the residual by the product itself.
         self._max_fused_rows = 0 if config.has_output_norms else min(product.max_fused_rows for product in products)
+
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """In its block a step goes through one layer of each kind alone, which is enough to launch every kernel. What
+        it computes is worthless."""
+        layers = self._layers
+        self._layers = list({layer.kind: layer for layer in layers}.values()) + layers[-1:]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def body(
         self,

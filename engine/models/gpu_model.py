@@ -1,6 +1,7 @@
 """Which way a loaded model is computed on a GPU."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +21,10 @@ class GpuModel(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    is_capturable: bool
+    """Whether its steps can be CUDA graphs."""
+
+    def shallow(self) -> AbstractContextManager[None]: ...
 
     def body(
         self,

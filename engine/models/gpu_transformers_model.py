@@ -4,6 +4,7 @@ It has the parts of GpuDecoder, so that the executor need not care. Each of its 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,10 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class GpuTransformersModel:
-    """Computes steps of at most max_num_tokens tokens of at most max_num_seqs sequences. Not for CUDA graphs: what
-    transformers does may wait for the device."""
+    """Computes steps of at most max_num_tokens tokens of at most max_num_seqs sequences."""
+
+    is_capturable = False
+    """What transformers does may wait for the device."""
 
     def __init__(
         self,
@@ -52,6 +55,10 @@ class GpuTransformersModel:
         )
         # The kernel that writes to the cache turns keys as well; the model has done that: a turn by nothing.
         self._turns = torch.tensor([1.0, 0.0], device=device).repeat(max_model_len, 1)
+
+    def shallow(self) -> AbstractContextManager[None]:
+        """As GpuDecoder.shallow, with all layers: a step of these is not captured, so few are run."""
+        return nullcontext()
 
     def body(
         self,

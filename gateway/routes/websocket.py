@@ -240,6 +240,7 @@ class _Session:
         service = self._app[keys.GENERATION]
         outlet = self._credited(generation, fields)
         limits = await service.limits()
+        await self._app[keys.ADMISSION].turnstile.enter()
         if generation.is_large:
             parsed = await asyncio.to_thread(generate_from_fields, fields, limits)
         else:

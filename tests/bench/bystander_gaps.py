@@ -39,6 +39,7 @@ STEP_S = 0.02
 NUM_MEASURED = 4
 NUM_TOKENS = 400
 READY_WITHIN_S = 60.0
+STALL_WITHIN_S = 120.0
 PATH = "/v1/completions"
 
 
@@ -67,7 +68,7 @@ def serving() -> Iterator[str]:
         flags = [f"--endpoint={endpoint}", f"--model={folder}", f"--port={port}", "--log-level=error"]
         for command in (
             [sys.executable, "-m", __spec__.name, "--engine", endpoint],
-            [sys.executable, "-m", "streamkv", "gateway", *flags, "--max-stream-buffer-bytes=16384"],
+            [sys.executable, "-m", "streamkv", "gateway", *flags, "--max-stream-buffer-bytes=4096"],
         ):
             process = subprocess.Popen(command)
             stack.callback(process.wait)
@@ -116,8 +117,12 @@ async def measure(url: str, scene: str, num_others: int) -> str:
     note = ""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         if scene == "stalled":
-            before = await figure(session, url, "gateway_slow_reader_pauses_total")
             clients = [await stall(url, number) for number in range(num_others)]
+            until_s = time.monotonic() + STALL_WITHIN_S
+            while (paused := await figure(session, url, "num_paused_requests")) < num_others:
+                if time.monotonic() > until_s:
+                    raise SystemExit(f"of {num_others} who do not read {paused:.0f} stand aside")
+                await asyncio.sleep(0.5)
         live = [asyncio.create_task(gaps_of(session, url, number)) for number in range(NUM_MEASURED)]
         if scene == "flood":
             await asyncio.sleep(1)
@@ -131,8 +136,7 @@ async def measure(url: str, scene: str, num_others: int) -> str:
             note += ", over before the four" if not any(task.done() for task in live) else ", and after the four"
         gaps = sorted(gap for each in await asyncio.gather(*live) for gap in each)
         if scene == "stalled":
-            paused = await figure(session, url, "gateway_slow_reader_pauses_total") - before
-            note = f"{paused:.0f} pauses"
+            note = f"{paused:.0f} stand aside"
             for client in clients:
                 client.reset()
     p50, p99 = (gaps[int(share * (len(gaps) - 1))] * 1000 for share in (0.5, 0.99))

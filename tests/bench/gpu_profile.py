@@ -4,8 +4,8 @@
         [-- flags of the engine]
 
 Drives the executor as the loop does, two steps under way, with dummy weights and no scheduler: steady decode of so many
-sequences, then prompts of so many tokens. Prints for each the time of a step on the host's clock, how long the device had
-nothing to do, and the kernels by their time. The profiler itself slows the host, so times come from a run without it.
+sequences, then prompts of so many tokens. Prints for each the time of a step on the host's clock, how long the device
+had nothing to do, and the kernels by their time. The profiler slows the host, so times come from a run without it.
 """
 
 import argparse
@@ -13,10 +13,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from engine.execution.cuda_graph import StepGraphs
 from engine.execution.gpu_runner import GpuRunner
 from engine.plan import NewSequence, ScheduledSequence, StepPlan
 from streamkv.config import EngineConfig, load
@@ -115,12 +117,36 @@ def show(run: Callable[[], object], num_steps: int, most: int = 16) -> None:
         print(f"  {time_us / num_steps:9.1f} us  {counts[name] / num_steps:6.1f} x  {name[:100]}")
 
 
+def show_curve(runner: GpuRunner, largest: int) -> None:
+    """The time of a step's body by its number of tokens, without attention: what padding costs."""
+    sizes = [*range(16, min(largest, 1024) + 1, 16), *range(1088, largest + 1, 64)]
+    stream = runner._stream
+    assert stream is not None
+    line = []
+    for size in sizes:
+        graphs = StepGraphs()
+        with runner._on_device():
+            runner._launch_body(size)
+            graphs.capture([(("body", size), partial(runner._launch_body, size))], stream)
+            times_ms = []
+            for _ in range(7):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record(stream)
+                graphs.run(("body", size), lambda: None)
+                end.record(stream)
+                end.synchronize()
+                times_ms.append(begin.elapsed_time(end))
+        line.append(f"{size}: {sorted(times_ms)[2]:.2f}")
+    print("body, ms by tokens:", ", ".join(line))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", default="1,256")
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--prefill", default="8192")
+    parser.add_argument("--curve", type=int, default=0, help="time the body of steps of up to so many tokens")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
@@ -152,6 +178,8 @@ def main() -> None:
             times_s = sorted(driver.prefill(num_tokens, length, 0) for _ in range(4))
             print(f"prefill, {num_tokens} tokens, {length} each: {times_s[0] * 1e3:.2f} ms")
         show(lambda num_tokens=num_tokens: driver.prefill(num_tokens, num_tokens, 0), 1)
+    if args.curve:
+        show_curve(runner, args.curve)
     runner.close()
 
 

@@ -7,7 +7,8 @@ running; `mixed` lets each end after 64 tokens and sends the next one, with a pr
 
 Times are microseconds of the loop's thread per step (CPU time, so that others on the machine do not count), medians
 over the steps, and the mean of all together. `wake` is from the end of a step on the device to the loop's taking it in,
-`sent` until its tokens are on the wire: real time. `idle` is the device's share of time without a step. The yardstick is a fixed loop in Python, timed in the same run.
+`sent` until its tokens are on the wire: real time. `idle` is the share of time in which the device had no step. The
+yardstick is a fixed loop in Python, timed in the same run.
 
 With --serve it waits for requests behind a real gateway instead, on which any load generator can be let loose
 (--step-ms and --prefill-us say how fast the device is). SIGINT ends it, and tells the figures.

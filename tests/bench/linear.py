@@ -10,8 +10,9 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from engine.kernels.fixed_linear import fixed_linear
+from engine.kernels.rms_norm import rms_norm
 from engine.kernels.scaled_linear import quantise_rows, scaled_linear
 from engine.kernels.skinny_linear import (
     SkinnyTiles,
@@ -27,11 +29,13 @@ from engine.kernels.skinny_linear import (
     choose_skinny_tiles,
     make_split_scratch,
     skinny_linear,
+    takes_norm,
 )
 
 READ_CEILING = 4330.0
 """GB/s of a sum over 4 GiB on this card."""
 DEVICE = torch.device("cuda")
+DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16}
 BYTES_TOGETHER = 500e6
 SHAPES = {
     "8b qkv": (6144, 4096),
@@ -45,17 +49,10 @@ SHAPES = {
     "0.6b down": (1024, 3072),
     "0.6b head": (151936, 1024),
 }
-VECTORS = [
-    (2, 4, 1), (4, 4, 1), (8, 4, 1), (2, 2, 1), (4, 2, 1), (8, 2, 1), (4, 1, 1), (8, 1, 1), (2, 8, 1), (4, 8, 1),
-    (4, 4, 3), (8, 4, 3), (8, 2, 4), (4, 8, 3), (8, 8, 3),
-]  # fmt: skip
-"""(tile_n, num_warps, num_stages)"""
-MATRICES = [
-    (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 64, 4, 6),
-    (128, 128, 4, 3), (128, 128, 8, 4), (32, 256, 2, 4), (16, 256, 1, 4), (16, 512, 1, 3),
-]  # fmt: skip
+VECTORS = [(1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (2, 16), (4, 1), (4, 2), (4, 4), (4, 8), (8, 2)]
+"""(tile_n, num_warps)"""
+MATRICES = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 8, 4), (32, 256, 2, 4)]
 """(tile_n, tile_k, num_warps, num_stages)"""
-FEW_MATRICES = [(64, 128, 4), (64, 256, 3), (16, 256, 4)]
 wrong: list[str] = []
 rows_out: list[dict[str, object]] = []
 
@@ -96,65 +93,68 @@ class Weights:
         return [self.pool[i * numel : (i + 1) * numel].view(shape) for i in range(count)]
 
 
-def vector_tiles(itemsize: int = 2) -> Iterator[SkinnyTiles]:
-    for tile_n, num_warps, num_stages in VECTORS:
-        yield SkinnyTiles(False, tile_n, num_warps * 32 * (16 // itemsize), num_warps, num_stages)
+def form_of(name: str, num_rows: int, itemsize: int = 2) -> dict[str, object]:
+    """What stands before and behind a layer's product in its launch."""
+    form: dict[str, object] = {}
+    if name.endswith(("qkv", "gate_up", "head")) and takes_norm(num_rows, *SHAPES[name], DTYPES[itemsize]):
+        form |= {"norm_weight": torch.ones(SHAPES[name][1], dtype=torch.bfloat16, device=DEVICE), "eps": 1e-5}
+    if name.endswith("gate_up"):
+        form["gated"] = "silu"
+    if name.endswith((" o", "down")):
+        form["residual"] = True
+    return form
 
 
-def matrix_tiles(shape: tuple[int, int]) -> Iterator[SkinnyTiles]:
+def candidates(num_rows: int, shape: tuple[int, int], itemsize: int) -> list[SkinnyTiles]:
+    found: list[SkinnyTiles] = []
+    if takes_norm(num_rows, *shape, DTYPES[itemsize]):
+        for tile_n, num_warps in VECTORS:
+            tile_k = num_warps * 32 * (16 // itemsize)
+            if tile_k < 2 * shape[1] and tile_n * num_rows <= 16 and (tile_n > 1 or shape[0] <= shape[1] + 4096):
+                found.append(SkinnyTiles(False, tile_n, tile_k, num_warps))
+        return [
+            tiles for tiles in found if tiles.tile_n > 1 or shape not in (SHAPES["8b gate_up"], SHAPES["0.6b gate_up"])
+        ]
     for tile_n, tile_k, num_warps, num_stages in MATRICES:
         num_tiles = triton.cdiv(shape[0], tile_n)
         for num_parts in (1, 2, 4, 8):
             programs = num_tiles * num_parts
-            is_useful = num_parts == 1 or programs <= 132 * (4 if tile_n >= 64 else 8)
-            if is_useful and shape[1] // num_parts >= tile_k and not (programs < 64 and num_parts < 8):
-                yield SkinnyTiles(True, tile_n, tile_k, num_warps, num_stages, num_parts)
+            is_useful = num_parts == 1 or programs <= 132 * 2
+            if is_useful and shape[1] // num_parts >= tile_k and not (programs < 64 and num_parts < 4):
+                found.append(SkinnyTiles(True, tile_n, tile_k, num_warps, num_stages, num_parts))
+    return found
 
 
-def compile_one(task: tuple[int, SkinnyTiles, bool, bool]) -> float:
-    """Fill the cache of compiled kernels; in a process of its own. (rows, tiles, whole_k, is_float8)"""
-    num_rows, tiles, is_whole, is_float8 = task
+def compile_one(task: tuple[int, str, SkinnyTiles, int]) -> float:
+    """Fill the cache of compiled kernels; in a process of its own. (rows, name of the shape, tiles, itemsize)"""
+    num_rows, name, tiles, itemsize = task
     start = time.perf_counter()
-    size = tiles.tile_k * max(2, tiles.num_parts) if is_whole else tiles.tile_k + 16
-    x = torch.ones(num_rows, size, dtype=torch.bfloat16, device=DEVICE)
-    weight = torch.ones(128, size, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.empty(SHAPES[name], dtype=torch.bfloat16, device=DEVICE)[: 4 * tiles.tile_n]
     scale = None
-    if is_float8:
-        weight, scale = weight.to(torch.float8_e4m3fn), torch.ones(128, device=DEVICE)
+    if itemsize == 1:
+        weight, scale = weight.to(torch.float8_e4m3fn), torch.ones(len(weight), device=DEVICE)
     try:
-        skinny_linear(x, weight, weight_scale=scale, scratch=make_split_scratch(DEVICE), tiles=tiles)
-        torch.cuda.synchronize()
+        time_skinny(
+            [weight], num_rows, tiles, make_split_scratch(DEVICE), scale, 1, **form_of(name, num_rows, itemsize)
+        )
     except OutOfResources:
         return -1.0
     return time.perf_counter() - start
 
 
-def compile_all(pool: ProcessPoolExecutor, nums_rows: tuple[int, ...], shapes: list[tuple[int, int]]) -> None:
-    tasks = set()
-    for num_rows, shape in itertools.product(nums_rows, shapes):
-        for tiles in candidates(num_rows, shape, 2):
-            tasks.add((num_rows if num_rows < 16 and not tiles.is_matrix else max(16, num_rows), tiles,
-                       shape[1] % tiles.tile_k == 0, False))  # fmt: skip
-        if num_rows <= 16:
-            for tiles in candidates(num_rows, shape, 1):
-                tasks.add((num_rows if not tiles.is_matrix else 16, tiles, shape[1] % tiles.tile_k == 0, True))
+def compile_all(pool: ProcessPoolExecutor, work: list[tuple[int, int, list[str]]]) -> None:
+    tasks: dict[object, tuple[int, str, SkinnyTiles, int]] = {}
+    for num_rows, itemsize, names in work:
+        for name in names:
+            shape = SHAPES[name]
+            for tiles in candidates(num_rows, shape, itemsize):
+                rows = max(16, num_rows) if tiles.is_matrix else num_rows
+                form = form_of(name, num_rows, itemsize)
+                kind = (rows, tiles, itemsize, shape[1] % tiles.tile_k == 0, tuple(form))
+                tasks.setdefault(kind, (num_rows, name, tiles, itemsize))
     start = time.perf_counter()
-    times = list(pool.map(compile_one, tasks, chunksize=4))
+    times = list(pool.map(compile_one, tasks.values(), chunksize=4))
     row("compiled", len(times), f"{time.perf_counter() - start:.1f} s", f"{sum(times):.0f} s in all")
-
-
-def candidates(num_rows: int, shape: tuple[int, int], itemsize: int) -> list[SkinnyTiles]:
-    found: list[SkinnyTiles] = []
-    if num_rows <= 4:
-        found += [tiles for tiles in vector_tiles(itemsize) if tiles.num_stages == 1 or num_rows < 4]
-        found = [tiles for tiles in found if tiles.tile_n * num_rows * tiles.num_stages <= 64]
-    matrix = list(matrix_tiles(shape))
-    if num_rows == 1:
-        # The matrix kernel takes as long for 1 row as for 16: a few of them say whether it is in the running.
-        matrix = [tiles for tiles in matrix if (tiles.tile_n, tiles.tile_k, tiles.num_stages) in FEW_MATRICES]
-    if itemsize == 1:
-        matrix = [tiles for tiles in matrix if tiles.tile_n <= 64 and tiles.num_parts <= 4]
-    return found + matrix
 
 
 def check(scratch: SplitScratch) -> None:
@@ -176,7 +176,8 @@ def check(scratch: SplitScratch) -> None:
         if not torch.equal(out, expected):
             wrong.append(f"{name}: {int((out != expected).sum())} of {out.numel()} differ")
 
-    kinds = [SkinnyTiles(False, 8, 1024, 4, 1), SkinnyTiles(False, 4, 512, 2, 3), SkinnyTiles(True, 64, 128, 4, 4),
+    kinds = [SkinnyTiles(False, 8, 1024, 4), SkinnyTiles(False, 2, 512, 2), SkinnyTiles(False, 4, 256, 1, 1, 1, 512),
+             SkinnyTiles(True, 64, 128, 4, 4),
              SkinnyTiles(True, 64, 256, 4, 3, 4), SkinnyTiles(True, 16, 256, 1, 4, 2)]  # fmt: skip
     for shape, num_rows, is_dependent in (((1024, 3072), 1, True), ((1000, 1040), 3, False), ((4096, 1024), 16, True)):
         x, weight = draw(num_rows, shape[1]), draw(*shape) / shape[1] ** 0.5
@@ -227,7 +228,9 @@ def time_skinny(
     num_replays: int = 9,
     **form: object,
 ) -> float:
-    x = torch.randn(num_rows, weights[0].shape[1], dtype=torch.bfloat16, device=DEVICE)
+    # Weights of 8 bits take rows of the matrix kernel as float16.
+    is_wide = weights[0].itemsize > 1 or num_rows <= 2
+    x = torch.randn(num_rows, weights[0].shape[1], dtype=torch.bfloat16 if is_wide else torch.float16, device=DEVICE)
     num_out = weights[0].shape[0] // (2 if form.get("gated") else 1)
     out = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device=DEVICE)
     if form.get("residual"):
@@ -258,63 +261,46 @@ def cut_name(tiles: SkinnyTiles) -> str:
 
 
 def sweep(
-    weights: Weights, scratch: SplitScratch, num_rows: int, is_float8: bool, names: list[str], until: float
+    weights: Weights, scratch: SplitScratch, num_rows: int, itemsize: int, names: list[str], until: float
 ) -> None:
     for name in names:
         if time.perf_counter() > until:
             row("out of time", name, num_rows)
             return
-        shape = SHAPES[name]
+        shape, form = SHAPES[name], form_of(name, num_rows, itemsize)
         sets = weights.sets(shape)
         x = torch.randn(num_rows, shape[1], dtype=torch.bfloat16, device=DEVICE)
-        kind = "float8" if is_float8 else "skinny"
+        kind = "skinny" if itemsize == 2 else "float8"
         cublas = graph_us([lambda weight=weight, x=x: F.linear(x, weight) for weight in sets])
         note("cublas", name, num_rows, cublas, sets[0].nbytes)
         scale = None
-        if is_float8:
+        if itemsize == 1:
             sets = [weight for part in sets for weight in part.view(torch.float8_e4m3fn).view(2, *shape)]
             scale = torch.full((shape[0],), 1e-2, device=DEVICE)
         results = []
-        for tiles in candidates(num_rows, shape, 1 if is_float8 else 2):
+        for tiles in candidates(num_rows, shape, itemsize):
             try:
-                us = time_skinny(sets, num_rows, tiles, scratch, scale, 5)
+                us = time_skinny(sets, num_rows, tiles, scratch, scale, 5, **form)
             except OutOfResources:
                 continue
             note(kind, name, num_rows, us, sets[0].nbytes, tiles)
             results.append((us, tiles))
         results.sort(key=lambda result: result[0])
-        best = time_skinny(sets, num_rows, results[0][1], scratch, scale, 15)
-        chosen = time_skinny(sets, num_rows, None, scratch, scale, 15)
+        best = time_skinny(sets, num_rows, results[0][1], scratch, scale, 15, **form)
+        chosen = time_skinny(sets, num_rows, None, scratch, scale, 15, **form)
         speed = sets[0].nbytes / best / 1e3
+        note(f"{kind} chosen", name, num_rows, chosen, sets[0].nbytes,
+             choose_skinny_tiles(num_rows, *shape, sets[0].dtype))  # fmt: skip
         row(kind, name, num_rows, f"{best:.2f}", f"{speed:.0f}", f"{speed / READ_CEILING:.0%}", f"cuBLAS {cublas:.2f}",
-            f"now {chosen:.2f}", cut_name(results[0][1]),
+            f"chosen {chosen:.2f}", cut_name(results[0][1]),
             *(f"{us:.2f} {cut_name(tiles)}" for us, tiles in results[1:4]))  # fmt: skip
-
-
-def bench_forms(weights: Weights, scratch: SplitScratch) -> None:
-    norm = torch.ones(14336, dtype=torch.bfloat16, device=DEVICE)
-    row("one launch: form", "rows", "plain µs", "fused µs", "fused, dependent µs")
-    for name, num_rows in itertools.product(SHAPES, (1, 16)):
-        shape = SHAPES[name]
-        sets = weights.sets(shape)
-        form: dict[str, object] = {}
-        if "qkv" in name or "gate_up" in name or "head" in name:
-            form |= {"norm_weight": norm[: shape[1]], "eps": 1e-5}
-        if "gate_up" in name:
-            form["gated"] = "silu"
-        if name.endswith((" o", "down")):
-            form["residual"] = True
-        plain = time_skinny(sets, num_rows, None, scratch)
-        fused = time_skinny(sets, num_rows, None, scratch, **form)
-        dependent = time_skinny(sets, num_rows, None, scratch, is_dependent=True, **form)
-        for kind, us in (("fused", fused), ("fused dependent", dependent)):
-            note(kind, name, num_rows, us, sets[0].nbytes, choose_skinny_tiles(num_rows, *shape, torch.bfloat16))
-        row(name, num_rows, f"{plain:.2f}", f"{fused:.2f}", f"{dependent:.2f}")
 
 
 def bench_chain(weights: Weights, scratch: SplitScratch) -> None:
     """The four linears of some layers, one behind the other, as a decode has them."""
-    row("chain: four linears a layer, µs a layer", "rows", "plain", "dependent", "no fetch ahead", "cuBLAS", "floor")
+    aheads = (None, 0, 512, 1024, 2048)
+    names = ("plain", *(f"dependent, {ahead} ahead" for ahead in aheads[1:]), "cuBLAS, no norms", "floor")
+    row("chain: four linears a layer, µs a layer", "rows", *names)
     for model, hidden, width, attended, num_layers in (("8b", 4096, 14336, 4096, 6), ("0.6b", 1024, 3072, 2048, 28)):
         shapes = [SHAPES[f"{model} {name}"] for name in ("qkv", "o", "gate_up", "down")]
         layers = []
@@ -326,19 +312,21 @@ def bench_chain(weights: Weights, scratch: SplitScratch) -> None:
                 at += out_features * size
             layers.append(layer)
         norm = torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
-        for num_rows in (1, 4, 16):
+        for num_rows in (1, 2, 4, 16, 64):
             start = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=DEVICE)
             residual = start.clone()
             cells = []
             outs = []
-            for is_dependent, ahead in ((False, None), (True, None), (True, 0)):
+            for ahead in aheads if num_rows < 4 else aheads[:3]:
 
                 def linear(x: torch.Tensor, weight: torch.Tensor, **form: object) -> torch.Tensor:
                     tiles = choose_skinny_tiles(len(x), *weight.shape, torch.bfloat16)
-                    if ahead is not None:  # noqa: B023
-                        tiles = SkinnyTiles(tiles.is_matrix, tiles.tile_n, tiles.tile_k, tiles.num_warps,
-                                            tiles.num_stages, tiles.num_parts, ahead)  # noqa: B023  # fmt: skip
-                    return skinny_linear(x, weight, scratch=scratch, tiles=tiles, is_dependent=is_dependent, **form)  # noqa: B023
+                    if "norm_weight" in form and tiles.is_matrix:
+                        x = rms_norm(x, form.pop("norm_weight"), form.pop("eps"))
+                    if ahead:  # noqa: B023
+                        tiles = replace(tiles, ahead=ahead)  # noqa: B023
+                    form["is_dependent"] = ahead is not None  # noqa: B023
+                    return skinny_linear(x, weight, scratch=scratch, tiles=tiles, **form)
 
                 def run(linear: Callable[..., torch.Tensor] = linear) -> None:
                     residual.copy_(start)  # noqa: B023
@@ -362,8 +350,8 @@ def bench_chain(weights: Weights, scratch: SplitScratch) -> None:
 
             cells.append(graph_us([library], 15) / num_layers)
             num_bytes = sum(weight.nbytes for weight in layers[0])
-            for kind, us in zip(("plain", "dependent", "no fetch", "cublas"), cells, strict=True):
-                note(f"chain {kind}", model, num_rows, us, num_bytes)
+            for i, us in enumerate(cells):
+                note(f"chain {'cublas' if i + 1 == len(cells) else aheads[i]}", model, num_rows, us, num_bytes)
             row(model, num_rows, *(f"{us:.1f}" for us in cells), f"{num_bytes / READ_CEILING / 1e3:.1f}")
 
 
@@ -400,23 +388,23 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.perf_counter()
     until = begin + args.budget_s - 25.0
-    nums_rows = (1, 2, 4, 8, 16, 32, 64)
+    names_8b = [name for name in SHAPES if name.startswith("8b")]
+    names_06b = [name for name in SHAPES if name.startswith("0.6b")]
+    work = [(1, 2, [*names_8b, *names_06b]), (2, 2, [*names_8b, *names_06b]), (4, 2, names_06b[:4]), (16, 2, names_8b),
+            (1, 1, names_8b), (2, 1, names_8b), (16, 1, names_8b), (64, 2, names_8b), (64, 1, names_8b),
+            (16, 2, names_06b)]  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         scratch = make_split_scratch(DEVICE)
         weights = Weights()
         check(scratch)
-        compile_all(pool, nums_rows, list(SHAPES.values()))
+        compile_all(pool, work)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    names_8b = [name for name in SHAPES if name.startswith("8b")]
-    names = [*names_8b[:4], *(name for name in SHAPES if name.startswith("0.6b")), "8b head"]
     bench_chain(weights, scratch)
     row("kind", "shape", "rows", "µs", "GB/s", "of the read ceiling")
-    for num_rows, is_float8 in ((1, False), (16, False), (1, True), (4, False), (8, False), (2, False), (64, False),
-                                (16, True), (32, False), (4, True)):  # fmt: skip
-        sweep(weights, scratch, num_rows, is_float8, names_8b if is_float8 else names, until)
+    for num_rows, itemsize, names in work:
+        sweep(weights, scratch, num_rows, itemsize, names, until)
     bench_many(weights, scratch)
-    bench_forms(weights, scratch)
     args.out.write_text(json.dumps(rows_out))
     for line in wrong:
         row("WRONG", line)

@@ -97,6 +97,7 @@ class Bench:
         row("decodes in a row", "context", "ms a step", "predicted ms", "error")
         num_steps = 40
         for num_decodes, context in ((1, 256), (64, 512), (min(256, self.settings.max_num_seqs), 512)):
+            context = min(context, self.limits.max_model_len - num_steps - 1)
             seconds = self._decode(num_decodes, context, num_steps)
             kv_tokens = num_decodes * (context + num_steps // 2)
             predicted_s = self.model.predict_s(StepLoad(num_decodes=num_decodes, num_decode_kv_tokens=kv_tokens))

@@ -1,5 +1,6 @@
 """The engine's rules, each over a real socket: the real loop and scheduler, a scripted device."""
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from engine.executor import DeviceLimits, ReportProgress
 from engine.kv.audit import audit
 from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE, EngineLoop
 from engine.plan import StepLoad
+from engine.sequence import Request, Sequence
 from engine.simulation.simulated_model import end_after
 from streamkv.errors import ModelError
 from streamkv.protocol import (
@@ -890,3 +892,57 @@ def test_heartbeats_say_how_long_the_running_step_should_take() -> None:
         # One that says nothing runs was sent before the request's first step, or after its end.
         beats = (gateway.wait_for(Heartbeat).expected_step_s for _ in range(40))
         assert next(filter(None, beats)) >= 0.04
+
+
+def test_steps_that_are_found_done_together_took_as_long_as_they_took() -> None:
+    executor = ScriptedExecutor(step_s=0.02, max_in_flight=2)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        observed: list[float] = []
+
+        def observe(load: StepLoad, seconds: float) -> None:
+            observed.append(seconds)
+            time.sleep(0.05)  # so two are done when it comes round
+
+        engine.loop._latency.observe = observe
+        gateway.send(submission(1, PROMPT, 20))
+        gateway.wait_end(1)
+    assert len(observed) >= 20 and all(seconds >= 0.015 for seconds in observed)
+
+
+# Memory and time that are nobody's
+
+
+def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> None:
+    """With one in flight or two, and for every way in which requests end."""
+    executor = ScriptedExecutor(max_in_flight=2, eos_rule=end_after(3), max_num_batched_tokens=64)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gc.collect()
+        gc.disable()
+        try:
+            for request_id in range(1, 201):
+                sampling = SamplingParams(seed=request_id, max_tokens=10, n=1 + request_id % 3, temperature=1.0)
+                gateway.send(submission(request_id, [*PROMPT, request_id], sampling=sampling))
+                if request_id % 4 == 0:
+                    gateway.send(Abort(request_id))
+                gateway.wait_end(request_id)
+            wait_idle(gateway, engine)
+            live = [each for each in gc.get_objects() if type(each) in (Request, Sequence)]
+        finally:
+            gc.enable()
+    assert len(live) <= 160, "600 were made; the queue and the newest steps remember some of the last ones"
+
+
+def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:
+    lulls: list[int] = []
+    with serving(ScriptedExecutor(step_s=0.01), heartbeat_s=0.02) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        engine.loop._on_lull = lambda: lulls.append(engine.loop._publisher.num_live)
+        gateway.send(submission(1, PROMPT, 20))
+        gateway.wait_end(1)
+        assert not lulls
+        gateway.messages.clear()
+        for _ in range(5):
+            gateway.wait_for(Heartbeat)
+        assert lulls == [0]

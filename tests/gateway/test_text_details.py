@@ -177,3 +177,23 @@ async def test_special_tokens_are_shown_or_skipped_as_asked(kind: str) -> None:
                 assert await streamed(gateway, TEXT, 1, **request) == texts[:1]
             assert await on_a_socket(gateway, 3, True, requests) == right
             assert any(names[0] in text for texts in right for text in texts) != is_skipped
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+async def test_every_token_is_an_event_also_where_it_has_no_text(path: str) -> None:
+    tokenizer = tokenizer_of("bytes")
+    special = tokenizer.encode("<|im_start|>", add_special_tokens=False)[-1]
+    smile = tokenizer.encode("\U0001f600", add_special_tokens=False)
+    assert len(smile) > 1
+    ids = [special, special, *smile, special, *smile[:-1]]
+    async with saying("bytes", ids) as (_, gateway):
+        fields = {"max_tokens": len(ids), "ignore_eos": True, "stream_options": {"include_usage": True}}
+        events = await gateway.events(path, asked(1, path == CHAT, **fields))
+    choices = [json.loads(data)["choices"] for data in events.data if data != "[DONE]"]
+    told = [choice[0] for choice in choices if choice and choice[0]["finish_reason"] is None]
+    texts = [choice["text"] if path == TEXT else choice["delta"]["content"] for choice in told]
+    # A chat's first event has the role, and no token.
+    assert len(texts) == len(ids) + (path == CHAT)
+    assert texts.count("") == len(texts) - 2
+    assert "".join(texts) == "\U0001f600\ufffd"
+    assert events.usage is not None and events.usage["completion_tokens"] == len(ids)

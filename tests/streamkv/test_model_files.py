@@ -210,6 +210,19 @@ def test_an_index_cannot_name_files_elsewhere_or_of_another_kind(index: str, fol
         resolve(str(folder), silent)
 
 
+def test_whoever_wants_no_weights_gets_none_and_needs_none(folder: Path, tmp_path: Path) -> None:
+    assert resolve(str(folder), silent, with_weights=False) == ModelFiles("folder", folder, "my-model", folder, ())
+    (folder / model_files.INDEX_NAME).write_text("no index")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert resolve(str(folder), silent, with_weights=False).weight_paths == ()
+    path = tmp_path / "model.gguf"
+    path.write_bytes(CONTENT)
+    assert resolve(str(path), silent, with_weights=False) == ModelFiles("gguf", path, "model", path, ())
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        resolve(str(folder), silent, with_weights=False)
+
+
 def test_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "Some-Model.Q8_0.gguf"
     path.write_bytes(CONTENT)
@@ -292,6 +305,13 @@ def test_a_hub_id_fetches_what_is_needed_and_nothing_pickled(monkeypatch: pytest
         ignore_patterns=asked["ignore_patterns"],
     )
     assert list(wanted) == ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+    assert resolve("someone/some-model", silent, with_weights=False).weight_paths == ()
+    wanted = huggingface_hub.utils.filter_repo_objects(
+        ["model.safetensors", "config.json", "tokenizer.json"],
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
+    )
+    assert list(wanted) == ["config.json", "tokenizer.json"]
 
 
 def test_a_cached_hub_model_works_when_the_hub_cannot_be_reached(

@@ -415,6 +415,22 @@ def test_wait_ends_for_a_wake_from_another_thread_and_not_before(endpoint: str) 
 
 
 @on_each_loop
+async def test_wait_says_whether_a_frame_is_there_and_not_only_a_wake(endpoint: str) -> None:
+    engine = EngineSocket(endpoint)
+    assert not engine.wait(0.01)
+    engine.wake()
+    assert not engine.wait(30.0)
+    async with connected(endpoint) as heard:
+        engine.wake()
+        async with asyncio.timeout(30):
+            while not engine.wait(0.0):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert engine.receive() == (heard.gateway_id, b"hello")
+        assert not engine.wait(0.01)
+    engine.close()
+
+
+@on_each_loop
 async def test_an_idle_pair_uses_no_cpu(endpoint: str) -> None:
     engine = EngineSocket(endpoint)
     async with connected(endpoint) as heard:

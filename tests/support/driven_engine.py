@@ -1,9 +1,10 @@
 """The engine below the loop, driven by a test: the real scheduler and block manager on a real runner."""
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 
-from engine.execution.runner import CpuRunner
+from engine.executor import Executor, Launch
 from engine.kv.audit import audit
 from engine.kv.block_manager import BlockManager
 from engine.kv.tiers import TierSizes
@@ -21,7 +22,7 @@ class DrivenEngine:
 
     def __init__(
         self,
-        runner: CpuRunner,
+        runner: Executor,
         block_size: int,
         num_blocks: int,
         tiers: TierSizes | None = None,
@@ -83,6 +84,25 @@ class DrivenEngine:
         """What the loop does at an asked-for end, without a limit."""
         self.blocks.flush()
         self.pump()
+
+
+class OverlappedEngine(DrivenEngine):
+    """Plans and launches a step while the one before is under way, as the loop does with two in flight."""
+
+    def __init__(self, runner: Executor, block_size: int, num_blocks: int, *, max_prefill_tokens: int = 0) -> None:
+        super().__init__(runner, block_size, num_blocks, max_prefill_tokens=max_prefill_tokens)
+        self._in_flight: deque[Launch] = deque()
+
+    def turn(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan, lambda: None))
+        if not self._in_flight:
+            return False
+        if plan is None or len(self._in_flight) == self.runner.max_in_flight:
+            launch = self._in_flight.popleft()
+            self.outputs += self.scheduler.update(launch.plan, self.runner.collect(launch))
+        return True
 
 
 def generated(sequence: Sequence) -> list[int]:

@@ -182,3 +182,49 @@ def test_a_gguf_that_is_not_supported_is_refused_by_name(changes: dict[str, obje
     with pytest.raises(ModelError) as error:
         read_gguf({"output.weight"}, **changes)
     assert named in str(error.value)
+
+
+def test_gemma_of_transformers_4_and_5_reads_the_same(tmp_path: Path) -> None:
+    both: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 9}
+    both |= {"num_hidden_layers": 7, "query_pre_attn_scalar": 25, "hidden_activation": "gelu_pytorch_tanh"}
+    old = read(
+        tmp_path,
+        **both,
+        rope_theta=2e6,
+        rope_local_base_freq=2e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=3,
+        hidden_act="gelu",
+    )
+    new = read(
+        tmp_path,
+        **both,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+        layer_types=[*["sliding_attention", "sliding_attention", "full_attention"] * 2, "sliding_attention"],
+    )
+    assert old == new
+    assert new.sliding_windows == (9, 9, None, 9, 9, None, 9)
+    assert (new.rope.kind, new.rope.theta, new.rope.factor) == ("linear", 2e6, 8.0)
+    assert new.local_rope is not None and (new.local_rope.kind, new.local_rope.theta) == ("default", 2e4)
+    assert (new.attention_scale, new.embedding_scale, new.norm_offset) == (0.2, 8.0, 1.0)
+    assert new.qk_norm and new.has_output_norms and new.tie_word_embeddings
+    assert (new.attention_soft_cap, new.final_soft_cap) == (0.0, 0.0)
+
+
+def test_each_gemma_has_its_own_defaults(tmp_path: Path) -> None:
+    first = read(tmp_path, architectures=["GemmaForCausalLM"], hidden_act="gelu", head_dim=None)
+    assert (first.hidden_act, first.head_dim, first.has_output_norms) == ("gelu_tanh", 256, False)
+    assert first.attention_scale == 1 / 16
+    second = read(tmp_path, architectures=["Gemma2ForCausalLM"], head_dim=16, sliding_window=9)
+    assert second.sliding_windows == (9, None, 9, None)
+    assert (second.attention_soft_cap, second.final_soft_cap, second.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert second.hidden_act == "gelu_tanh"
+    uncapped = read(
+        tmp_path, architectures=["Gemma2ForCausalLM"], head_dim=16, final_logit_softcapping=None, sliding_window=9
+    )
+    assert uncapped.final_soft_cap == 0.0
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        read(tmp_path, architectures=["Gemma2ForCausalLM"], use_bidirectional_attention=True)

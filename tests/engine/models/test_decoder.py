@@ -61,7 +61,7 @@ def test_logits_equal_transformers_in_one_piece_in_chunks_and_token_by_token(nam
             assert_close(logits, expected[start - 1 : start])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "gemma2", "gemma3"])
 def test_decodes_and_prompts_of_one_step_do_not_see_each_other(name: str, tmp_path: Path) -> None:
     reference = make_tiny_model(name, tmp_path)
     model = load(tmp_path)

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -17,11 +19,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from engine.models.attention_dispatch import Attend, LayerAttention
 from engine.models.load import load_model, read_config
 from engine.models.transformers_model import TransformersModel
+from engine.models.trial import try_out
 from streamkv.errors import ModelError
 from streamkv.model_files import resolve
-from tests.support.tiny_models import VOCAB_SIZE, PagedSequences, make_tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, PagedSequences
 
 RELATIVE = 1e-4
 """Of the largest logit: float32 with the sums in another order."""
@@ -113,3 +117,101 @@ def test_logits_equal_those_of_transformers_in_pieces_and_in_mixed_steps(name: s
         assert model(sequences.batch({0: ids[0][11:13]}, sampled=set()), sequences.caches).shape == (0, VOCAB_SIZE)
         logits = model(sequences.batch({0: ids[0][13:14]}), sequences.caches)
         assert_close(logits, expected[0][13:14])
+
+
+def test_the_configuration_tells_what_the_engine_must_know(tmp_path: Path) -> None:
+    reference = make("gpt2", tmp_path)
+    config = read_config(resolve(str(tmp_path), silent))
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 4, 16)
+    assert (config.max_position_embeddings, config.eos_token_ids, config.file_dtype) == (256, (2,), "float32")
+    assert config.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    before = config.transformers_id
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layer_norm_epsilon": 0.1}))
+    assert read_config(resolve(str(tmp_path), silent)).transformers_id != before
+
+
+def refusal(folder: Path, **config: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**_SIZES, "num_hidden_layers": 2, **config}))
+    with pytest.raises(ModelError) as error:
+        load(folder, with_weights=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_kv": 16}, "encoder-decoders"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "no causal language model"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "not plainly causal (is_causal)"),
+        ({"architectures": ["NewForCausalLM"], "model_type": "never-seen"}, "does not know this model"),
+        (
+            {
+                "architectures": ["NewForCausalLM"],
+                "model_type": "never-seen",
+                "auto_map": {"AutoConfig": "configuration_new.NewConfig"},
+            },
+            "does not know this model",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "not plain attention"),
+        ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "not plain attention"),
+        ({"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 2, "n_head": 4}, "no position_ids"),
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True}, "its attention by itself"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 16},
+            "s_aux",
+        ),
+        (
+            {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "num_key_value_heads": 2},
+            "keys have 4 heads of 16",
+        ),
+        (
+            {
+                "architectures": ["GPTNeoXForCausalLM"],
+                "model_type": "gpt_neox",
+                "quantization_config": {"quant_method": "gptq"},
+            },
+            "gptq",
+        ),
+    ],
+)
+def test_what_the_paged_cache_cannot_hold_is_refused_with_the_reason(
+    config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    assert reason in refusal(tmp_path, **config)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "configuration_new.py").write_text("raise SystemExit('run')")
+    config = {"model_type": "never-seen", "auto_map": {"AutoConfig": "configuration_new.NewConfig"}}
+    assert "does not know this model" in refusal(tmp_path, architectures=["NewForCausalLM"], **config)
+
+
+def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
+    make("olmo2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(tmp_path)
+
+
+class _Leaking:
+    """A model that adds what it saw in earlier steps, and what stands before a token in the same step."""
+
+    def __init__(self) -> None:
+        self.state = torch.zeros(4)
+
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        hidden = torch.nn.functional.one_hot(token_ids % 4, 4).float()
+        attend(0, LayerAttention(1.0, None, 0.0), hidden[:, None], hidden[:, None], hidden[:, None])
+        self.state = self.state + hidden.sum(dim=0)
+        return hidden + self.state
+
+
+def test_a_model_that_keeps_a_state_of_its_own_fails_its_trial(tmp_path: Path) -> None:
+    make("gpt2", tmp_path)
+    config = replace(read_config(resolve(str(tmp_path), silent)), num_layers=1)
+    with pytest.raises(ModelError, match="keeps more of a sequence"):
+        try_out(_Leaking().run, lambda hidden: hidden, config, torch.zeros(1))

@@ -19,7 +19,7 @@ from engine.simulation.device import SimulatedDisk
 from engine.simulation.simulated_model import EosRule
 from streamkv.config import PreemptionMode
 from streamkv.protocol import pack_ids
-from streamkv.sampling import SamplingParams
+from streamkv.sampling import Grammar, SamplingParams
 from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
 
 
@@ -107,7 +107,7 @@ class Driver:
         cache_salt: str | None = None,
         max_tokens: int = 8,
         temperature: float = 0.0,
-        **sampling: int | bool | list[int],
+        **sampling: int | bool | list[int] | Grammar | None,
     ) -> Request:
         """Without a cache_salt the request shares no prefix with another."""
         params = SamplingParams(
@@ -168,6 +168,10 @@ class Driver:
         assert num_partial <= self.limits.max_num_partial_prefills
         assert num_partial == self.scheduler._roster.running.num_prefilling
         self._check_writes(plan, nodes, owned)
+        for entry, sequence in zip(plan.scheduled, self.scheduler.newest_launched, strict=True):
+            assert entry.token_ids or not sequence.follows_grammar, (
+                "its next token depends on one that is on the device"
+            )
         self.plans.append(plan)
         self.in_flight.append(self.executor.launch(plan, lambda: None))
         self.executor.spoil(filter(self.blocks.pool.is_free, range(1, self.blocks.pool.num_blocks)))

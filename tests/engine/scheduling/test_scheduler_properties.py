@@ -12,10 +12,13 @@ from engine.simulation.device import SimulatedDisk
 from engine.simulation.simulated_model import end_one_in
 from streamkv.config import PreemptionMode
 from streamkv.errors import InvalidField
+from streamkv.sampling import Grammar
 from tests.engine.scheduling.driver import Driver
 from tests.support.examples import examples
 
 VOCAB_SIZE = 40
+GRAMMAR = Grammar("regex", "a+")
+"""Changes no token here; whoever has one needs each token on the host before the next."""
 SHARED = list(range(3, 33))
 PROMPTS = st.one_of(
     st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=30),
@@ -113,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_in_s=st.one_of(st.just(float("inf")), st.floats(0.0, 1.0)),
         num_prior=st.integers(0, 4),
         has_finished=st.booleans(),
+        has_grammar=st.sampled_from([False, False, False, True]),
     )
     def submit(
         self,
@@ -131,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         deadline_in_s: float,
         num_prior: int,
         has_finished: bool,
+        has_grammar: bool,
     ) -> None:
         """Half the prompts begin with what an earlier sequence has, its answer included: the next turn of a chat."""
         driver = self.driver
@@ -139,7 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt = [*sequences[earlier % len(sequences)].token_ids[: num_earlier - 10], *prompt][:45]
         sampling = {
             "max_tokens": max_tokens,
-            "min_tokens": min(min_tokens, max_tokens),
+            # A grammar says when a text is complete, whatever min_tokens is.
+            "min_tokens": 0 if has_grammar else min(min_tokens, max_tokens),
             "n": n,
             "temperature": 0.0 if is_greedy else 1.0,
             "stop_token_ids": stop_token_ids,
@@ -152,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 deadline_at_s=driver.now_s + deadline_in_s,
                 tenant=tenant,
                 cache_salt=salt,
+                grammar=GRAMMAR if has_grammar else None,
                 **sampling,  # type: ignore[arg-type]
             )
         except InvalidField:
