@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_STREAMS: Final = 16 * 1024
 _COUNT_BYTES: Final = 4
+_NO_TOKENS: Final = bytes(4)
 _ENTRY_BYTES: Final = STREAM_ID_BYTES + 4
 _SIZE: Final = _COUNT_BYTES + MAX_STREAMS * _ENTRY_BYTES
 
@@ -69,8 +70,12 @@ class FlightRecord:
 
     def launched(self, sequences: list[Sequence]) -> None:
         """A step with these was launched. The list is compared and kept, never changed."""
+        others = [step for step in self._in_flight if step != sequences]
         self._in_flight.append(sequences)
-        self._write([each for step in self._in_flight for each in step] if len(self._in_flight) > 1 else sequences)
+        if others:
+            newest = set(sequences)
+            sequences = [each for step in others for each in step if each not in newest] + sequences
+        self._write(sequences)
 
     def collected(self) -> None:
         """The oldest step is over."""
@@ -90,14 +95,14 @@ class FlightRecord:
             return
         if sequences and sequences != self._written:
             requests = list(dict.fromkeys([each.request for each in sequences]))[:MAX_STREAMS]
-            entries = b"".join([request.stream_id + bytes(4) for request in requests])
+            entries = _NO_TOKENS.join([request.stream_id for request in requests]) + _NO_TOKENS
             self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)  # an end between the two writes suspects nobody
             self._map[_COUNT_BYTES : _COUNT_BYTES + len(entries)] = entries
             self._written, self._num_written = sequences, len(requests)
             self._ranked = [
                 (_COUNT_BYTES + place * _ENTRY_BYTES + STREAM_ID_BYTES, request)
                 for place, request in enumerate(requests)
-                if request.sampling.ranks_choices
+                if (sampling := request.sampling).best_of or sampling.beam_width
             ]
         if sequences:
             for start, request in self._ranked:

@@ -32,7 +32,9 @@ from streamkv.transport import EngineSocket
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN: Final = 512
-"""A flood of messages holds up a step by this many at most."""
+_MAX_TURN_S: Final = 0.003
+"""A flood of messages holds up a step by so many, and so long, at most: a long prompt takes a quarter of a
+millisecond."""
 
 _LOG_EVERY_S: Final = 1.0
 
@@ -51,7 +53,9 @@ class Inbox:
         self._log_again_at_s = 0.0
 
     def receive(self) -> Iterator[tuple[bytes, GatewayMessage]]:
-        """(gateway id, message) of what has come in, at most MAX_MESSAGES_PER_TURN frames. Does not wait."""
+        """(gateway id, message) of what has come in, at most MAX_MESSAGES_PER_TURN frames, and none after a few
+        milliseconds. Does not wait."""
+        until_s = self._clock() + _MAX_TURN_S
         for _ in range(MAX_MESSAGES_PER_TURN):
             received = self._socket.receive()
             if received is None:
@@ -60,8 +64,10 @@ class Inbox:
             gateway_id, frame = received
             message = self._decode(gateway_id, frame)
             if message is not None and self._admit(gateway_id, message):
-                self.last_heard_s[gateway_id] = self._clock()
+                now_s = self.last_heard_s[gateway_id] = self._clock()
                 yield gateway_id, message
+                if now_s > until_s:
+                    break
         self.has_more = True
 
     def send(self, gateway_id: bytes, message: EngineMessage) -> None:

@@ -20,6 +20,8 @@ class Quarantine:
         self._suspects: deque[Request] = deque()
         """The first has its turn."""
         self._waiting: list[Request] = []
+        self._aside: set[Request] = set()
+        """Suspects whose turn ended since they stood aside for their readers, before they were cleared."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -37,6 +39,14 @@ class Quarantine:
             self._waiting.append(request)
         return False
 
+    def take_back(self, request: Request) -> bool:
+        """Its reader reads again → whether it is a suspect still: then it comes last, and has its turn once more."""
+        if request not in self._aside:
+            return False
+        self._aside.discard(request)
+        self._suspects.append(request)
+        return True
+
     def turn(self) -> list[Request] | None:
         """The suspect that has its turn has a token, has ended, or stands aside for its reader → who may run now: the
         next one, or all that have waited. None while its turn goes on."""
@@ -44,6 +54,9 @@ class Quarantine:
         if not (_is_cleared(first) or first.is_finished or first.is_paused):
             return None
         self._suspects.popleft()
+        self._aside = {request for request in self._aside if not request.is_finished}
+        if not (_is_cleared(first) or first.is_finished):
+            self._aside.add(first)
         while self._suspects and self._suspects[0].is_finished:
             self._suspects.popleft()
         if self._suspects:

@@ -343,4 +343,7 @@ class Requests:
             self._stats.counters["pauses_total"] += 1
             self._scheduler.pause(request)
         elif request.is_paused and not must_pause:
-            self._scheduler.resume(request)
+            if self._quarantine.take_back(request):
+                self._reconsider_all()  # where it is the first one's turn
+            else:
+                self._scheduler.resume(request)

@@ -10,6 +10,8 @@ from streamkv.protocol import Ready
 
 MAX_WAITING: Final = 2048
 """Requests that wait for the engine to be ready; each holds its body."""
+MAX_WAITING_TOKENS: Final = 8 * 1024 * 1024
+"""Of the prompts of those who wait, some 16 bytes each with the text. A longer one may wait alone."""
 DRAIN_RETRY_S: Final = 5.0
 
 
@@ -29,7 +31,7 @@ class Admission:
         self.is_draining = False
         self.turnstile = Turnstile()
         """What begins something passes it first."""
-        self.num_waiting = 0
+        self.num_waiting = self.num_waiting_tokens = 0
         self.shed: Counter[str] = Counter()
         """Requests that were turned away here, by reason."""
 
@@ -39,15 +41,17 @@ class Admission:
             self.shed["draining"] += 1
             raise EngineUnavailable("the server is shutting down and takes no new work", DRAIN_RETRY_S)
 
-    async def enter(self) -> Ready:
-        """The engine's facts, when it takes work. Raises EngineUnavailable."""
+    async def enter(self, num_tokens: int = 0) -> Ready:
+        """The engine's facts, when it takes work. num_tokens: of the prompt that waits. Raises EngineUnavailable."""
         self.check()
         if self._engine.is_ready:
             return await self._engine.wait_ready(0)
-        if self.num_waiting >= MAX_WAITING:
+        is_full = self.num_waiting_tokens + num_tokens > MAX_WAITING_TOKENS and self.num_waiting_tokens > 0
+        if is_full or self.num_waiting >= MAX_WAITING:
             self.shed["too_many_wait"] += 1
             raise EngineUnavailable("too many requests wait for the engine to be ready", DRAIN_RETRY_S)
         self.num_waiting += 1
+        self.num_waiting_tokens += num_tokens
         try:
             ready = await self._engine.wait_ready(self._startup_wait_s)
         except EngineUnavailable:
@@ -55,6 +59,7 @@ class Admission:
             raise
         finally:
             self.num_waiting -= 1
+            self.num_waiting_tokens -= num_tokens
         self.check()
         return ready
 

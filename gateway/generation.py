@@ -198,7 +198,7 @@ class Generation:
         prompt_token_ids = await tokenizer.compact_off_loop(found_ids)
         if not prompt_token_ids:
             raise InvalidField(field, "gives no tokens at all; send some text")
-        ready = await self._admission.enter()
+        ready = await self._admission.enter(len(prompt_token_ids))
         self._check_fit()
         self.check_model(options.model)
         vocab_size = ready.model.vocab_size

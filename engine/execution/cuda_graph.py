@@ -13,9 +13,9 @@ GraphKey = tuple[str, int]
 def sequence_buckets(max_num_seqs: int) -> list[int]:
     """Sizes of what goes by the number of sequences, ascending; the last is max_num_seqs.
 
-    At most an eighth is padding from 64 on; below, a step's cost hardly depends on it.
+    From 64 on at most an eighth is padding; below, a step's cost hardly depends on it.
     """
-    return _up_to(max_num_seqs, [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32)], 64)
+    return _up_to(max_num_seqs, [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32)], 64)
 
 
 def token_buckets(max_num_tokens: int) -> list[int]:

@@ -80,10 +80,10 @@ class PendingRows:
             if token_id == NO_TOKEN and i not in self._failed:
                 _fail(tokens, rows[i])
         if self._logprobs is not None:
-            for place, i in enumerate(self._told):
+            num_tops = [max(0, rows[i].sequence.sampling.logprobs) for i in self._told]
+            for i, values in zip(self._told, self._logprobs.rows(num_tops), strict=True):
                 if token_ids[i] != NO_TOKEN:
-                    facts = rows[i].sequence
-                    tokens.logprobs[facts.sequence_id] = self._logprobs.row(place, max(0, facts.sampling.logprobs))
+                    tokens.logprobs[rows[i].sequence.sequence_id] = values
         if self._candidates is not None:
             offered = zip(self._beams, self._candidates.top_ids.tolist(), self._candidates.top.tolist(), strict=True)
             for i, ids, logprobs in offered:

@@ -96,7 +96,7 @@ class DeviceBooks:
             self._parts[name] = at
             at += size
         self._record = torch.zeros(at, dtype=torch.int32, device=device)
-        self.part("sample_slots", padded_seqs).fill_(-1)
+        self.clear_record()
         is_cuda = device.type == "cuda"
         self._stagings = [torch.zeros(at, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGINGS)]
         self._words = [staging.numpy() for staging in self._stagings]
@@ -104,6 +104,11 @@ class DeviceBooks:
         self._token_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._slots = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+
+    def clear_record(self) -> None:
+        """On the device: a step without sequences, for whoever runs its kernels for their own sake."""
+        self._record.zero_()
+        self.part("sample_slots", _aligned(self._max_num_seqs)).fill_(-1)
 
     # What a captured step reads: the same addresses in every step
 

@@ -29,6 +29,18 @@ class Logprobs:
             _bytes_of(self.top[:, :num_top], "<f4"),
         )
 
+    def rows(self, num_tops: list[int]) -> list[TokenLogprobs]:
+        """One for each row, with its own number of places, or k if that is less."""
+        num_places = self.top_ids.shape[1]
+        packed = self.pack(num_places)
+        values: list[TokenLogprobs] = []
+        for row, num_top in enumerate(num_tops):
+            start = 4 * num_places * row
+            end = start + 4 * min(num_top, num_places)
+            chosen = packed.chosen[4 * row : 4 * row + 4]
+            values.append(TokenLogprobs(chosen, packed.top_ids[start:end], packed.top_logprobs[start:end]))
+        return values
+
     def row(self, index: int, num_top: int) -> TokenLogprobs:
         return Logprobs(
             self.chosen[index : index + 1], self.top_ids[index : index + 1], self.top[index : index + 1]

@@ -15,9 +15,9 @@ from engine.kernels.sampling_rows import (
     NUM_SETTINGS,
     TILE,
     SamplingScratch,
+    cut_where,
     draw_of,
     has_filters_of,
-    highest_reaching,
     key_of,
     load_logits,
     min_p_of,
@@ -45,8 +45,8 @@ def _lowest_kept(maxima, top, total, settings_ptr, scale, vocab_size, num_tiles)
     top_p = top_p_of(settings_ptr)
     min_p = min_p_of(settings_ptr)
     slack = 1e-5 * tl.abs(top)
-    # A weight of 2**-48 is nothing beside the likeliest token's.
-    octaves = tl.zeros([], tl.float32) - 48.0
+    # A weight of 2**-40 is nothing beside the likeliest token's.
+    octaves = tl.zeros([], tl.float32) - 40.0
     if min_p > 0.0:
         octaves = tl.maximum(octaves, tl.log2(min_p) - 2e-3)
     elif top_k == 0:
@@ -57,7 +57,7 @@ def _lowest_kept(maxima, top, total, settings_ptr, scale, vocab_size, num_tiles)
     if top_k > 0:
         has_number = maxima > -float("inf")
         if tl.sum(has_number.to(tl.int32), axis=0) >= top_k:
-            kth = highest_reaching(key_of(maxima), has_number.to(tl.int32), has_number, top_k)
+            kth, _ = cut_where(key_of(maxima), has_number.to(tl.int32), has_number, top_k)
             lowest = tl.maximum(lowest, number_of(kth))
     return lowest
 
@@ -160,7 +160,7 @@ def sample_tokens(
     settings: [num_slots, NUM_SETTINGS] int64, as sampling_rows says.
     token_ids: [n] int32, written: -1 where the highest logit is no finite number.
     last_tokens: [num_slots] int32, written where seq_slots says, 0 in place of -1.
-    filters: whether a row may have one; without, it is one launch in place of three.
+    filters: whether a row may have one; without, it is one launch in place of four.
     Reads the logits once, rows with filters twice, and is bound by that; the grids depend on the shapes alone. Raises
     ValueError for tensors that do not fit together.
     """

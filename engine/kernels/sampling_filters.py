@@ -15,9 +15,12 @@ from engine.kernels.sampling_rows import (
     TILE,
     WEIGHT_ONE,
     SamplingScratch,
+    cut_where,
     draw_of,
-    highest_reaching,
     key_of,
+    listed_as,
+    listed_id,
+    listed_logit,
     load_logits,
     min_p_of,
     number_of,
@@ -30,6 +33,8 @@ from engine.kernels.sampling_rows import (
 )
 
 _TILES_OF_PROGRAM = 2
+_SHORT_LIST_SIZE = 512
+"""Most lists end here, and a search in them costs half."""
 _ROW_TILE = 4096
 """Logits that are looked at together where one program goes through a row."""
 
@@ -41,8 +46,7 @@ def _list_kernel(
     maxima_ptr,
     bounds_ptr,
     list_sizes_ptr,
-    list_ids_ptr,
-    list_logits_ptr,
+    lists_ptr,
     logits_stride,
     vocab_size,
     num_tiles,
@@ -68,8 +72,7 @@ def _list_kernel(
             if place < LIST_SIZE:
                 places = place + tl.cumsum(is_listed, axis=0) - 1
                 is_stored = (is_listed != 0) & (places < LIST_SIZE)
-                tl.store(list_ids_ptr + row * LIST_SIZE + places, ids, mask=is_stored)
-                tl.store(list_logits_ptr + row * LIST_SIZE + places, logits, mask=is_stored)
+                tl.store(lists_ptr + row * LIST_SIZE + places, listed_as(ids, logits), mask=is_stored)
 
 
 @triton.jit
@@ -79,8 +82,8 @@ def _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, dra
     weights = tl.exp2((logits - top) * scale)
     kept = exists & (weights >= min_p)
     if (top_k > 0) & (tl.sum(exists.to(tl.int32), axis=0) > top_k):
-        kth = number_of(highest_reaching(keys, exists.to(tl.int32), exists, top_k))
-        kept = kept & (logits >= kth)
+        kth, _ = cut_where(keys, exists.to(tl.int32), exists, top_k)
+        kept = kept & (logits >= number_of(kth))
     masses = tl.where(kept, whole_of(weights), 0)
     if top_p < 1.0:
         # What is under the list's bound is kept by the filters before only if there are none.
@@ -89,13 +92,37 @@ def _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, dra
             mass = total * WEIGHT_ONE
         wanted = tl.ceil(mass * top_p).to(tl.int64)
         bits = weights.to(tl.int32, bitcast=True)
-        threshold = highest_reaching(bits, masses, kept, wanted)
+        threshold, _ = cut_where(bits, masses, kept, wanted)
         kept = kept & (bits >= threshold)
         masses = tl.where(kept, masses, 0)
     mass = tl.sum(masses, axis=0)
     target = (draw * mass.to(tl.float64)).to(tl.int64)
     # The first id at which the sum of the ids so far is over the target, as the highest of what is left to the end.
-    return vocab_size - highest_reaching(vocab_size - ids, masses, kept, tl.minimum(target, mass - 1) + 1)
+    rests = vocab_size - ids
+    _, high = cut_where(rests, masses, kept, tl.minimum(target, mass - 1) + 1)
+    return vocab_size - tl.max(tl.where(kept & (rests < high), rests, 1), axis=0)
+
+
+@triton.jit
+def _among_listed(
+    list_ptr,
+    list_size,
+    top,
+    scale,
+    top_k,
+    top_p,
+    min_p,
+    total,
+    draw,
+    vocab_size,
+    SIZE: tl.constexpr,
+):
+    """As _among_list, of a list that has at most SIZE."""
+    places = tl.arange(0, SIZE)
+    exists = places < list_size
+    listed = tl.load(list_ptr + places, mask=exists, other=0)
+    ids = listed_id(listed)
+    return _among_list(ids, listed_logit(listed), exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size)
 
 
 @triton.jit
@@ -137,7 +164,7 @@ def _halved(low, high, sum_low, sum_high, logit, counts, wanted):
 @triton.jit
 def _reach_row(
     row_ptr,
-    list_logits_ptr,
+    list_ptr,
     top,
     scale,
     kth,
@@ -215,16 +242,18 @@ def _reach_row(
             num_here = tl.sum(is_listed, axis=0)
             if num_here > 0:
                 stored_at = num_listed + tl.cumsum(is_listed, axis=0) - 1
-                tl.store(list_logits_ptr + stored_at, logits, mask=(is_listed != 0) & (stored_at < LIST_SIZE))
+                is_stored = (is_listed != 0) & (stored_at < LIST_SIZE)
+                tl.store(list_ptr + stored_at, listed_as(at + places, logits), mask=is_stored)
                 num_listed += num_here
         tl.debug_barrier()
         if num_listed > 0:
-            listed = tl.arange(0, LIST_SIZE)
-            exists = listed < num_listed
-            logits = tl.load(list_logits_ptr + listed, mask=exists, other=0.0)
+            list_places = tl.arange(0, LIST_SIZE)
+            exists = list_places < num_listed
+            logits = listed_logit(tl.load(list_ptr + list_places, mask=exists, other=0))
             values = tl.where(exists, _value_of(logits, top, scale, kth, min_p, is_of_weights), 0.0)
             rest = tl.ceil((wanted - sum_high) * WEIGHT_ONE).to(tl.int64)
-            low = highest_reaching(key_of(logits), whole_of(values), exists, rest).to(tl.int64)
+            cut, _ = cut_where(key_of(logits), whole_of(values), exists, rest)
+            low = cut.to(tl.int64)
     return number_of(low.to(tl.int32))
 
 
@@ -232,7 +261,7 @@ def _reach_row(
 def _among_row(
     row_ptr,
     sums_ptr,
-    list_logits_ptr,
+    list_ptr,
     top,
     lowest,
     total,
@@ -269,7 +298,7 @@ def _among_row(
         if (is_top_p & (top_p < 1.0)) | ((kind == 0) & (top_k > 0)):
             reached = _reach_row(
                 row_ptr,
-                list_logits_ptr,
+                list_ptr,
                 top,
                 scale,
                 kth,
@@ -310,22 +339,24 @@ def _choose_kernel(
     sums_ptr,
     bounds_ptr,
     list_sizes_ptr,
-    list_ids_ptr,
-    list_logits_ptr,
+    lists_ptr,
     logits_stride,
     vocab_size,
     num_tiles,
+    IS_LISTED: tl.constexpr,
     TILE: tl.constexpr,
     TILES_PAD: tl.constexpr,
     ROW_TILE: tl.constexpr,
+    SHORT_LIST_SIZE: tl.constexpr,
     LIST_SIZE: tl.constexpr,
 ):
+    """One launch is for the rows that the list holds, another for the others."""
     row = tl.program_id(0)
     seq_slot = tl.load(seq_slots_ptr + row)
     if seq_slot < 0:
         return
     list_size = tl.load(list_sizes_ptr + row)
-    if list_size < 0:
+    if (list_size < 0) | ((list_size <= LIST_SIZE) != IS_LISTED):
         return
     settings_ptr = settings_at(settings_ptr, seq_slot)
     scale = scale_of(settings_ptr)
@@ -336,18 +367,41 @@ def _choose_kernel(
     top = tl.load(bounds_ptr + 3 * row).to(tl.float32)
     lowest = tl.load(bounds_ptr + 3 * row + 1).to(tl.float32)
     total = tl.load(bounds_ptr + 3 * row + 2)
-    list_logits_ptr += row * LIST_SIZE
-    if list_size <= LIST_SIZE:
-        listed = tl.arange(0, LIST_SIZE)
-        exists = listed < list_size
-        ids = tl.load(list_ids_ptr + row * LIST_SIZE + listed, mask=exists, other=0)
-        logits = tl.load(list_logits_ptr + listed, mask=exists, other=-float("inf"))
-        token_id = _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size)
+    list_ptr = lists_ptr + row * LIST_SIZE
+    if IS_LISTED:
+        if list_size <= SHORT_LIST_SIZE:
+            token_id = _among_listed(
+                list_ptr,
+                list_size,
+                top,
+                scale,
+                top_k,
+                top_p,
+                min_p,
+                total,
+                draw,
+                vocab_size,
+                SHORT_LIST_SIZE,
+            )
+        else:
+            token_id = _among_listed(
+                list_ptr,
+                list_size,
+                top,
+                scale,
+                top_k,
+                top_p,
+                min_p,
+                total,
+                draw,
+                vocab_size,
+                LIST_SIZE,
+            )
     else:
         token_id = _among_row(
             logits_ptr + row.to(tl.int64) * logits_stride,
             sums_ptr + row * num_tiles,
-            list_logits_ptr,
+            list_ptr,
             top,
             lowest,
             total,
@@ -387,8 +441,7 @@ def filter_rows(
         scratch.maxima,
         scratch.bounds,
         scratch.list_sizes,
-        scratch.list_ids,
-        scratch.list_logits,
+        scratch.lists,
         logits.stride(0),
         vocab_size,
         scratch.num_tiles,
@@ -397,24 +450,26 @@ def filter_rows(
         LIST_SIZE=LIST_SIZE,
         num_warps=4,
     )
-    _choose_kernel[(num_rows,)](
-        logits,
-        seq_slots,
-        positions,
-        settings,
-        token_ids,
-        last_tokens,
-        scratch.sums,
-        scratch.bounds,
-        scratch.list_sizes,
-        scratch.list_ids,
-        scratch.list_logits,
-        logits.stride(0),
-        vocab_size,
-        scratch.num_tiles,
-        TILE=TILE,
-        TILES_PAD=triton.next_power_of_2(scratch.num_tiles),
-        ROW_TILE=_ROW_TILE,
-        LIST_SIZE=LIST_SIZE,
-        num_warps=8,
-    )
+    for is_listed in (True, False):
+        _choose_kernel[(num_rows,)](
+            logits,
+            seq_slots,
+            positions,
+            settings,
+            token_ids,
+            last_tokens,
+            scratch.sums,
+            scratch.bounds,
+            scratch.list_sizes,
+            scratch.lists,
+            logits.stride(0),
+            vocab_size,
+            scratch.num_tiles,
+            IS_LISTED=is_listed,
+            TILE=TILE,
+            TILES_PAD=triton.next_power_of_2(scratch.num_tiles),
+            ROW_TILE=_ROW_TILE,
+            SHORT_LIST_SIZE=_SHORT_LIST_SIZE,
+            LIST_SIZE=LIST_SIZE,
+            num_warps=4 if is_listed else 16,
+        )

@@ -14,7 +14,7 @@ TILE = 1024
 LIST_SIZE = 2048
 """Places for the tokens of a row from which its filters choose."""
 MAX_VOCAB_SIZE = 2**20
-"""The sum of so many weights, in whole numbers, stays under 2**63."""
+"""One program looks at the maxima of all tiles of a row at once."""
 
 SETTINGS_FORMAT = "<Qqqdddqqdddqqq"
 """Of a row's settings, as struct.pack takes them, eight bytes each: seed, choice, top_k (0: off), top_p, log2(e) /
@@ -36,8 +36,11 @@ NUM_BIASES = tl.constexpr(11)
 BANNED_UNTIL = tl.constexpr(12)
 NUM_BANS = tl.constexpr(13)
 
-WEIGHT_ONE = tl.constexpr(2.0**43)
+WEIGHT_ONE = tl.constexpr(2.0**39)
 """Weights, 0 to 1, are summed as whole numbers of its inverse: in any order."""
+_COUNT_BITS = tl.constexpr(12)
+_COUNT_MASK = tl.constexpr(2**12 - 1)
+"""Under a sum of values: how many they are. With weights of LIST_SIZE tokens above them they take 63 bits."""
 NO_KEY = tl.constexpr(-(2**31))
 """Under the key of every number."""
 
@@ -58,10 +61,8 @@ class SamplingScratch:
     """[max_rows, 3] float64: the highest logit, a logit that no kept token is under, the sum of weights."""
     list_sizes: torch.Tensor
     """[max_rows] int32: tokens at or over the bound, as far as there is room for; -1 for a row that has its token."""
-    list_ids: torch.Tensor
-    """[max_rows, LIST_SIZE] int32, in any order."""
-    list_logits: torch.Tensor
-    """[max_rows, LIST_SIZE] float32."""
+    lists: torch.Tensor
+    """[max_rows, LIST_SIZE] int64, in any order: a token's id above the bits of its logit."""
 
     @property
     def num_tiles(self) -> int:
@@ -84,8 +85,7 @@ def make_sampling_scratch(max_rows: int, vocab_size: int, device: torch.device) 
         arrivals=zeros(max_rows, dtype=torch.int32),
         bounds=zeros(max_rows, 3, dtype=torch.float64),
         list_sizes=zeros(max_rows, dtype=torch.int32),
-        list_ids=zeros(max_rows, LIST_SIZE, dtype=torch.int32),
-        list_logits=zeros(max_rows, LIST_SIZE),
+        lists=zeros(max_rows, LIST_SIZE, dtype=torch.int64),
     )
 
 
@@ -156,27 +156,50 @@ def number_of(keys):
 
 
 @triton.jit
+def listed_as(ids, logits):
+    """→ int64."""
+    return (ids.to(tl.int64) << 32) | logits.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def listed_id(listed):
+    return (listed >> 32).to(tl.int32)
+
+
+@triton.jit
+def listed_logit(listed):
+    return listed.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def whole_of(weights):
     """float32, 0 to 1 → int64."""
     return (weights.to(tl.float64) * WEIGHT_ONE).to(tl.int64)
 
 
 @triton.jit
-def highest_reaching(keys, values, exists, wanted):
-    """The highest key such that the values of the keys from it on reach `wanted`; the lowest key if all do not.
+def cut_where(keys, values, exists, wanted):
+    """(low, high): the values of the keys from low on reach `wanted`, or low is the lowest key, and those from high on
+    do not. All keys between them are equal.
 
-    keys: int32; values: int32 or int64, 0 where not exists; some exist. Halves what lies between lowest and highest.
+    keys: int32; values: int32 or int64, which and as many as WEIGHT_ONE and LIST_SIZE say; some exist.
     """
+    counted = tl.where(exists, (values.to(tl.int64) << _COUNT_BITS) | 1, 0)
     low = tl.min(tl.where(exists, keys, 2147483647), axis=0).to(tl.int64)
     high = tl.max(tl.where(exists, keys, -2147483648), axis=0).to(tl.int64) + 1
-    while high - low > 1:
+    num_low = tl.sum(exists.to(tl.int32), axis=0)
+    num_high = 0
+    while (high - low > 1) & (num_low - num_high > 1):
         middle = low + ((high - low) >> 1)
-        reached = tl.sum(tl.where(keys >= middle.to(tl.int32), values, 0), axis=0)
-        if reached >= wanted:
+        reached = tl.sum(tl.where(keys >= middle.to(tl.int32), counted, 0), axis=0)
+        num_reached = (reached & _COUNT_MASK).to(tl.int32)
+        if (reached >> _COUNT_BITS) >= wanted:
             low = middle
+            num_low = num_reached
         else:
             high = middle
-    return low.to(tl.int32)
+            num_high = num_reached
+    return low.to(tl.int32), high.to(tl.int32)
 
 
 @triton.jit

@@ -41,23 +41,23 @@ def _weight_rows(tile, num_out, TILE_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
-def _fetch(weight_ptr, tile, num_out, first, size, IS_GATED: tl.constexpr, TILE_N: tl.constexpr, THREADS: tl.constexpr,
-           AHEAD: tl.constexpr):  # fmt: skip
-    """Bring the weights of columns first .. first + AHEAD - 1 into the cache: each thread a piece of one row."""
-    PER_ROW: tl.constexpr = THREADS // TILE_N if THREADS > TILE_N else 1
-    pieces = tl.arange(0, TILE_N * PER_ROW)
-    rows = tile * TILE_N + pieces // PER_ROW
+def _fetch(weight_ptr, tile, num_out, first, size, IS_GATED: tl.constexpr, TILE_N: tl.constexpr, AHEAD: tl.constexpr):
+    """Bring the weights of columns first .. first + AHEAD - 1, or of the last ones, into the second-level cache."""
+    # A line has 128 bytes. (The bulk form takes more at once, but goes through the lanes of a warp one by one.)
+    LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    IN_ROW: tl.constexpr = AHEAD // LINE
+    lines = tl.arange(0, TILE_N * IN_ROW)
+    rows = tile * TILE_N + lines // IN_ROW
     if IS_GATED:
         rows = tl.minimum(rows, 2 * num_out - 1)
         rows = rows % 2 * num_out + rows // 2
     else:
         rows = tl.minimum(rows, num_out - 1)
-    columns = tl.minimum(first + pieces % PER_ROW * (AHEAD // PER_ROW), size - AHEAD // PER_ROW)
-    num_bytes = AHEAD // PER_ROW * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    columns = tl.minimum(first, size - AHEAD) + lines % IN_ROW * LINE
     tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [weight_ptr + rows.to(tl.int64) * size + columns, num_bytes],
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + rows.to(tl.int64) * size + columns],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -125,6 +125,33 @@ def _store_row(
     tl.store(out_ptr + row * out_stride + columns, sums.to(out_ptr.dtype.element_ty), mask=is_out)
 
 
+@triton.jit
+def _add_columns(
+    sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, at, size, x_ptr, norm_ptr, x_stride,
+    num_rows, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Add the products with columns at .. at + TILE_K - 1 of all rows of x."""
+    HAS_NORM: tl.constexpr = norm_ptr is not None
+    columns = at + tl.arange(0, TILE_K)
+    exists = columns < size
+    w = w.to(tl.float32)
+    x_ptrs = x_ptr + columns
+    norm = None
+    if HAS_NORM:
+        norm = _load(norm_ptr + columns, exists, WHOLE_K).to(tl.float32)
+    sums0, squares0 = _add_row(sums0, squares0, w, norm, x_ptrs, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR)
+    if ROWS > 1:
+        x_ptrs = x_ptr + tl.minimum(1, num_rows - 1).to(tl.int64) * x_stride + columns
+        sums1, squares1 = _add_row(sums1, squares1, w, norm, x_ptrs, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR)
+    if ROWS > 2:
+        x_ptrs = x_ptr + tl.minimum(2, num_rows - 1).to(tl.int64) * x_stride + columns
+        sums2, squares2 = _add_row(sums2, squares2, w, norm, x_ptrs, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR)
+        x_ptrs = x_ptr + tl.minimum(3, num_rows - 1).to(tl.int64) * x_stride + columns
+        sums3, squares3 = _add_row(sums3, squares3, w, norm, x_ptrs, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR)
+    return sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_early"])
 def _vector_kernel(
     out_ptr,
@@ -149,9 +176,9 @@ def _vector_kernel(
     VECTOR: tl.constexpr,
     WHOLE_N: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    IS_ONE_TURN: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     SIGNALS: tl.constexpr,
-    THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if SIGNALS:
@@ -161,14 +188,8 @@ def _vector_kernel(
     if not WHOLE_N:
         # What lies behind the end is read from the last row, and never stored.
         weight_rows = tl.minimum(weight_rows, (2 * num_out if GATE != "" else num_out) - 1)
-    HAS_NORM: tl.constexpr = norm_ptr is not None
     columns = tl.arange(0, TILE_K)
-    exists = columns < size
     weight_ptrs = weight_ptr + weight_rows.to(tl.int64)[:, None] * size + columns[None, :]
-    x0_ptrs = x_ptr + columns
-    x1_ptrs = x0_ptrs + tl.minimum(1, num_rows - 1).to(tl.int64) * x_stride
-    x2_ptrs = x0_ptrs + tl.minimum(2, num_rows - 1).to(tl.int64) * x_stride
-    x3_ptrs = x0_ptrs + tl.minimum(3, num_rows - 1).to(tl.int64) * x_stride
     sums0 = tl.zeros([TILE_N, TILE_K // VECTOR], tl.float32)
     sums1 = sums0
     sums2 = sums0
@@ -177,40 +198,25 @@ def _vector_kernel(
     squares1 = squares0
     squares2 = squares0
     squares3 = squares0
-    next_w = _load_weights(weight_ptrs, exists[None, :], WHOLE_K)
+    w = _load_weights(weight_ptrs, (columns < size)[None, :], WHOLE_K)
     if IS_DEPENDENT:
         # x is not there yet, but weights are. Who begins after the kernel in front has ended need not fetch them.
         if AHEAD > 0:  # noqa: SIM102 (known when it is compiled, the other is not)
             if tile < num_early:
-                _fetch(weight_ptr, tile, num_out, TILE_K, size, GATE != "", TILE_N, THREADS, AHEAD)
+                _fetch(weight_ptr, tile, num_out, TILE_K, size, GATE != "", TILE_N, AHEAD)
         tl.extra.cuda.gdc_wait()
-    for at in range(0, size, TILE_K):
-        # Those of the next turn are under way during this one.
-        w = next_w.to(tl.float32)
-        if WHOLE_K:
-            next_exists = at + TILE_K < size
-        else:
-            exists = at + columns < size
-            next_exists = (at + TILE_K + columns < size)[None, :]
-        next_w = _load_weights(weight_ptrs + (at + TILE_K), next_exists, False)
-        if HAS_NORM:
-            norm = _load(norm_ptr + columns + at, exists, WHOLE_K).to(tl.float32)
-        else:
-            norm = None
-        sums0, squares0 = _add_row(
-            sums0, squares0, w, norm, x0_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
-        )
-        if ROWS > 1:
-            sums1, squares1 = _add_row(
-                sums1, squares1, w, norm, x1_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
-            )
-        if ROWS > 2:
-            sums2, squares2 = _add_row(
-                sums2, squares2, w, norm, x2_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
-            )
-            sums3, squares3 = _add_row(
-                sums3, squares3, w, norm, x3_ptrs + at, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR
-            )
+    sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3 = _add_columns(
+        sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, 0, size, x_ptr, norm_ptr, x_stride,
+        num_rows, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
+    )  # fmt: skip
+    if not IS_ONE_TURN:
+        for at in range(TILE_K, size, TILE_K):
+            w = _load_weights(weight_ptrs + at, (at + columns < size)[None, :], WHOLE_K)
+            sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3 = _add_columns(
+                sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, at, size, x_ptr, norm_ptr,
+                x_stride, num_rows, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
+            )  # fmt: skip
+    HAS_NORM: tl.constexpr = norm_ptr is not None
     _store_row(
         tl.sum(sums0, axis=1), tl.sum(squares0), 0, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride,
         residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
@@ -298,7 +304,6 @@ def _matrix_kernel(
     PRECISION: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
     SIGNALS: tl.constexpr,
-    THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     if SIGNALS:
@@ -311,7 +316,7 @@ def _matrix_kernel(
     if IS_DEPENDENT:
         if AHEAD > 0:  # noqa: SIM102 (known when it is compiled, the other is not)
             if tile < num_early:
-                _fetch(weight_ptr, tile, num_out, first, size, GATE != "", TILE_N, THREADS, AHEAD)
+                _fetch(weight_ptr, tile, num_out, first, size, GATE != "", TILE_N, AHEAD)
         tl.extra.cuda.gdc_wait()
     weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
     if not WHOLE_N:
@@ -379,7 +384,7 @@ class SkinnyTiles:
     num_parts: int = 1
     """Programs that share the columns of a tile; of the matrix kernel alone."""
     ahead: int = 0
-    """Columns that a dependent launch brings into the cache before it waits."""
+    """Columns that a dependent launch brings into the cache before it waits; a power of two from 128 on, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,17 +435,18 @@ def choose_skinny_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: t
 def _choose_vector_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
     # Many programs with few rows each: what waits for the memory is many warps, not deep loops.
     if dtype.itemsize == 1:
-        tile_n, num_warps = 4, 4 if num_rows == 1 else 2
+        tile_n, num_warps, num_reads = 4, 4 if num_rows == 1 else 2, 1
     elif num_rows == 1:
         tile_n, num_warps = 2, 8 if size >= 4096 and num_weight_rows >= size + size // 2 else 4
+        num_reads = 2 if size >= 4096 else 1
     else:
-        tile_n, num_warps = (4, 2) if num_weight_rows > size else (4, 4)
+        tile_n, num_warps, num_reads = 4, 2 if num_weight_rows > size else 4, 1
         if num_rows > 2 and num_weight_rows <= size:
             tile_n = 2
     vector = 16 // dtype.itemsize
-    while num_warps > 1 and num_warps * 32 * vector >= 2 * size:
+    while num_warps > 1 and num_warps * num_reads * 32 * vector >= 2 * size:
         num_warps //= 2
-    return SkinnyTiles(False, tile_n, num_warps * 32 * vector, num_warps)
+    return SkinnyTiles(False, tile_n, num_warps * num_reads * 32 * vector, num_warps)
 
 
 def skinny_linear(
@@ -484,11 +490,7 @@ def skinny_linear(
     if tiles is None:
         tiles = choose_skinny_tiles(num_rows, num_weight_rows, size, weight.dtype)
     signals = can_depend(x.device)
-    ahead = tiles.ahead
-    # Only what lies in whole pieces of 16 bytes can be fetched.
-    num_pieces = max(1, tiles.num_warps * 32 // tiles.tile_n)
-    if ahead * weight.itemsize < 16 * num_pieces or size < ahead or weight.data_ptr() % 16 or size % 16:
-        ahead = 0
+    ahead = tiles.ahead if size >= tiles.ahead + (0 if tiles.is_matrix else tiles.tile_k) else 0
     num_early = _num_processors(x.device) * 64 // tiles.num_warps if ahead else 0
     pointers = (out, x, weight, weight_scale, bias, norm_weight, residual)
     strides = (x.stride(0), out.stride(0), residual.stride(0) if residual is not None else 0)
@@ -510,9 +512,9 @@ def skinny_linear(
             VECTOR=16 // weight.itemsize,
             WHOLE_N=whole[0],
             WHOLE_K=whole[1],
+            IS_ONE_TURN=size <= tiles.tile_k,
             IS_DEPENDENT=is_dependent and signals,
             SIGNALS=signals,
-            THREADS=32 * tiles.num_warps,
             AHEAD=ahead,
             num_warps=tiles.num_warps,
             launch_pdl=is_dependent and signals,
@@ -544,7 +546,6 @@ def skinny_linear(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         IS_DEPENDENT=is_dependent and signals,
         SIGNALS=signals,
-        THREADS=32 * tiles.num_warps,
         AHEAD=ahead,
         num_warps=tiles.num_warps,
         launch_pdl=is_dependent and signals,

@@ -10,6 +10,7 @@ up + activation, down + addition. For many the library's products are faster, an
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -17,12 +18,19 @@ from engine.batch import DeviceBatch
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.rope_kv_write import rope_kv_write
 from engine.kernels.silu_mul import gelu_mul, silu_mul
+from engine.kernels.skinny_linear import can_depend
 from engine.layers.gpu_attention import AttentionKind, PagedAttention
 from engine.layers.gpu_linear import GpuProduct
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import RotaryTable
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
+
+_MAX_DEPENDENT_ROWS: Final = 2
+"""Up to so many rows a product may begin while the kernel in front of it ends: measured, more gain nothing."""
+_MOST_DEPENDENT_WEIGHTS: Final = 8 * 2**20
+"""Of one matrix. Larger ones are bound by the memory from end to end."""
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim]; or the scales of float8 ones,
@@ -88,6 +96,7 @@ class GpuDecoder:
         self._norm = _weight(model.norm)
         self._head = _product(model.head)
         products = [p for layer in self._layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        self._max_dependent_rows = _MAX_DEPENDENT_ROWS if can_depend(device) and _is_small(config) else 0
         # What a norm stands behind cannot be added to the residual by the product itself.
         self._max_fused_rows = 0 if config.has_output_norms else min(product.max_fused_rows for product in products)
 
@@ -151,7 +160,12 @@ class GpuDecoder:
         """delta: what is still to be added to residual; None: nothing. out: [num_tokens, num_heads * head_dim]."""
         kind, num_tokens = layer.kind, len(residual)
         if num_tokens <= self._max_fused_rows:
-            heads = layer.qkv.fused(residual, norm_weight=layer.input_norm, eps=self._eps)
+            heads = layer.qkv.fused(
+                residual,
+                norm_weight=layer.input_norm,
+                eps=self._eps,
+                is_dependent=num_tokens <= self._max_dependent_rows,
+            )
         else:
             heads = layer.qkv(self._normed(delta, residual, layer.input_norm))
         query, key, value = heads.view(num_tokens, -1, kind.head_dim).split_with_sizes(
@@ -191,9 +205,12 @@ class GpuDecoder:
         to be added to it; None: nothing."""
         act = self.config.hidden_act
         if len(residual) <= self._max_fused_rows:
-            layer.output.fused(attended, residual=residual)
-            gated = layer.gate_up.fused(residual, norm_weight=layer.mlp_norm, eps=self._eps, gated=act)
-            layer.down.fused(gated, residual=residual)
+            is_dependent = len(residual) <= self._max_dependent_rows
+            layer.output.fused(attended, residual=residual, is_dependent=is_dependent)
+            gated = layer.gate_up.fused(
+                residual, norm_weight=layer.mlp_norm, eps=self._eps, gated=act, is_dependent=is_dependent
+            )
+            layer.down.fused(gated, residual=residual, is_dependent=is_dependent)
             return None
         delta = layer.output(attended)
         if layer.output_norm is not None:
@@ -208,6 +225,11 @@ class GpuDecoder:
         if delta is None:
             return rms_norm(residual, weight, self._eps)
         return rms_norm(delta, weight, self._eps, residual=residual, out=delta)
+
+
+def _is_small(config: ModelConfig) -> bool:
+    """Whether its products take but a few microseconds, so that their beginnings and ends count."""
+    return config.hidden_size * config.intermediate_size <= _MOST_DEPENDENT_WEIGHTS
 
 
 def _layer(layer: DecoderLayer, kind: AttentionKind, turns: torch.Tensor) -> _Layer:

@@ -126,6 +126,7 @@ def show_curve(runner: GpuRunner, largest: int) -> None:
     for size in sizes:
         graphs = StepGraphs()
         with runner._on_device():
+            runner._books.clear_record()
             runner._launch_body(size)
             graphs.capture([(("body", size), partial(runner._launch_body, size))], stream)
             times_ms = []

@@ -49,8 +49,11 @@ SHAPES = {
     "0.6b down": (1024, 3072),
     "0.6b head": (151936, 1024),
 }
-VECTORS = [(1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (2, 16), (4, 1), (4, 2), (4, 4), (4, 8), (8, 2)]
-"""(tile_n, num_warps)"""
+VECTORS = [
+    (1, 4, 2), (1, 4, 4), (1, 8, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1), (2, 4, 2), (2, 4, 4), (2, 8, 1), (2, 8, 2),
+    (4, 1, 1), (4, 2, 1), (4, 2, 2), (4, 4, 1), (4, 4, 2), (8, 2, 1),
+]  # fmt: skip
+"""(tile_n, num_warps, what each thread reads of a row in one turn, in pieces of 16 bytes)"""
 MATRICES = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 8, 4), (32, 256, 2, 4)]
 """(tile_n, tile_k, num_warps, num_stages)"""
 wrong: list[str] = []
@@ -59,6 +62,10 @@ rows_out: list[dict[str, object]] = []
 
 def row(*cells: object) -> None:
     print("| " + " | ".join(str(cell) for cell in cells) + " |", flush=True)
+
+
+def draw_rows(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
 
 
 def graph_us(calls: list[Callable[[], object]], num_replays: int = 9) -> float:
@@ -93,13 +100,22 @@ class Weights:
         return [self.pool[i * numel : (i + 1) * numel].view(shape) for i in range(count)]
 
 
+APART = ", norm apart"
+
+
+def shape_of(name: str) -> tuple[int, int]:
+    return SHAPES[name.removesuffix(APART)]
+
+
 def form_of(name: str, num_rows: int, itemsize: int = 2) -> dict[str, object]:
     """What stands before and behind a layer's product in its launch."""
     form: dict[str, object] = {}
-    if name.endswith(("qkv", "gate_up", "head")) and takes_norm(num_rows, *SHAPES[name], DTYPES[itemsize]):
+    if name.endswith(("qkv", "gate_up", "head")) and takes_norm(num_rows, *shape_of(name), DTYPES[itemsize]):
         form |= {"norm_weight": torch.ones(SHAPES[name][1], dtype=torch.bfloat16, device=DEVICE), "eps": 1e-5}
-    if name.endswith("gate_up"):
+    if "gate_up" in name:
         form["gated"] = "silu"
+    if "head" in name:
+        form["out_dtype"] = torch.float32
     if name.endswith((" o", "down")):
         form["residual"] = True
     return form
@@ -108,13 +124,17 @@ def form_of(name: str, num_rows: int, itemsize: int = 2) -> dict[str, object]:
 def candidates(num_rows: int, shape: tuple[int, int], itemsize: int) -> list[SkinnyTiles]:
     found: list[SkinnyTiles] = []
     if takes_norm(num_rows, *shape, DTYPES[itemsize]):
-        for tile_n, num_warps in VECTORS:
-            tile_k = num_warps * 32 * (16 // itemsize)
-            if tile_k < 2 * shape[1] and tile_n * num_rows <= 16 and (tile_n > 1 or shape[0] <= shape[1] + 4096):
+        for tile_n, num_warps, num_reads in VECTORS:
+            tile_k = num_warps * num_reads * 32 * (16 // itemsize)
+            is_gated = shape in (SHAPES["8b gate_up"], SHAPES["0.6b gate_up"])
+            if (
+                tile_k < 2 * shape[1]
+                and tile_n * num_reads * num_rows <= 16
+                and not (num_rows > 1 and tile_n == 1)
+                and not (is_gated and tile_n == 1)
+            ):
                 found.append(SkinnyTiles(False, tile_n, tile_k, num_warps))
-        return [
-            tiles for tiles in found if tiles.tile_n > 1 or shape not in (SHAPES["8b gate_up"], SHAPES["0.6b gate_up"])
-        ]
+        return found
     for tile_n, tile_k, num_warps, num_stages in MATRICES:
         num_tiles = triton.cdiv(shape[0], tile_n)
         for num_parts in (1, 2, 4, 8):
@@ -129,7 +149,7 @@ def compile_one(task: tuple[int, str, SkinnyTiles, int]) -> float:
     """Fill the cache of compiled kernels; in a process of its own. (rows, name of the shape, tiles, itemsize)"""
     num_rows, name, tiles, itemsize = task
     start = time.perf_counter()
-    weight = torch.empty(SHAPES[name], dtype=torch.bfloat16, device=DEVICE)[: 4 * tiles.tile_n]
+    weight = torch.empty(shape_of(name), dtype=torch.bfloat16, device=DEVICE)[: 4 * tiles.tile_n]
     scale = None
     if itemsize == 1:
         weight, scale = weight.to(torch.float8_e4m3fn), torch.ones(len(weight), device=DEVICE)
@@ -146,11 +166,11 @@ def compile_all(pool: ProcessPoolExecutor, work: list[tuple[int, int, list[str]]
     tasks: dict[object, tuple[int, str, SkinnyTiles, int]] = {}
     for num_rows, itemsize, names in work:
         for name in names:
-            shape = SHAPES[name]
+            shape = shape_of(name)
             for tiles in candidates(num_rows, shape, itemsize):
                 rows = max(16, num_rows) if tiles.is_matrix else num_rows
                 form = form_of(name, num_rows, itemsize)
-                kind = (rows, tiles, itemsize, shape[1] % tiles.tile_k == 0, tuple(form))
+                kind = (rows, tiles, itemsize, shape[1] % tiles.tile_k == 0, tuple(form), shape[1] <= tiles.tile_k)
                 tasks.setdefault(kind, (num_rows, name, tiles, itemsize))
     start = time.perf_counter()
     times = list(pool.map(compile_one, tasks.values(), chunksize=4))
@@ -232,7 +252,7 @@ def time_skinny(
     is_wide = weights[0].itemsize > 1 or num_rows <= 2
     x = torch.randn(num_rows, weights[0].shape[1], dtype=torch.bfloat16 if is_wide else torch.float16, device=DEVICE)
     num_out = weights[0].shape[0] // (2 if form.get("gated") else 1)
-    out = torch.empty(num_rows, num_out, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.empty(num_rows, num_out, dtype=form.get("out_dtype") or torch.bfloat16, device=DEVICE)
     if form.get("residual"):
         form["residual"] = out
     calls = [
@@ -260,14 +280,17 @@ def cut_name(tiles: SkinnyTiles) -> str:
     return f"{kind} {tiles.tile_n}x{tiles.tile_k} w{tiles.num_warps} s{tiles.num_stages} p{tiles.num_parts}"
 
 
+Best = dict[tuple[int, str], tuple[float, SkinnyTiles]]
+
+
 def sweep(
-    weights: Weights, scratch: SplitScratch, num_rows: int, itemsize: int, names: list[str], until: float
+    weights: Weights, scratch: SplitScratch, num_rows: int, itemsize: int, names: list[str], until: float, found: Best
 ) -> None:
     for name in names:
         if time.perf_counter() > until:
             row("out of time", name, num_rows)
             return
-        shape, form = SHAPES[name], form_of(name, num_rows, itemsize)
+        shape, form = shape_of(name), form_of(name, num_rows, itemsize)
         sets = weights.sets(shape)
         x = torch.randn(num_rows, shape[1], dtype=torch.bfloat16, device=DEVICE)
         kind = "skinny" if itemsize == 2 else "float8"
@@ -289,6 +312,8 @@ def sweep(
         best = time_skinny(sets, num_rows, results[0][1], scratch, scale, 15, **form)
         chosen = time_skinny(sets, num_rows, None, scratch, scale, 15, **form)
         speed = sets[0].nbytes / best / 1e3
+        if itemsize == 2:
+            found[num_rows, name] = (best, results[0][1])
         note(f"{kind} chosen", name, num_rows, chosen, sets[0].nbytes,
              choose_skinny_tiles(num_rows, *shape, sets[0].dtype))  # fmt: skip
         row(kind, name, num_rows, f"{best:.2f}", f"{speed:.0f}", f"{speed / READ_CEILING:.0%}", f"cuBLAS {cublas:.2f}",
@@ -296,13 +321,17 @@ def sweep(
             *(f"{us:.2f} {cut_name(tiles)}" for us, tiles in results[1:4]))  # fmt: skip
 
 
-def bench_chain(weights: Weights, scratch: SplitScratch) -> None:
-    """The four linears of some layers, one behind the other, as a decode has them."""
+def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int], found: Best) -> None:
+    """The four linears of some layers, one behind the other, as a decode has them, in the best of the tiles found."""
+    x = draw_rows(1, 4096)
+    norm_us = graph_us([lambda: rms_norm(x, x[0], 1e-5)] * 20)
+    row("rms_norm of one row, µs", f"{norm_us:.2f}")
     aheads = (None, 0, 512, 1024, 2048)
     names = ("plain", *(f"dependent, {ahead} ahead" for ahead in aheads[1:]), "cuBLAS, no norms", "floor")
     row("chain: four linears a layer, µs a layer", "rows", *names)
     for model, hidden, width, attended, num_layers in (("8b", 4096, 14336, 4096, 6), ("0.6b", 1024, 3072, 2048, 28)):
-        shapes = [SHAPES[f"{model} {name}"] for name in ("qkv", "o", "gate_up", "down")]
+        parts = ("qkv", "o", "gate_up", "down")
+        shapes = [SHAPES[f"{model} {name}"] for name in parts]
         layers = []
         at = 0
         for _ in range(num_layers):
@@ -312,16 +341,26 @@ def bench_chain(weights: Weights, scratch: SplitScratch) -> None:
                 at += out_features * size
             layers.append(layer)
         norm = torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
-        for num_rows in (1, 2, 4, 16, 64):
+        for num_rows in nums_rows:
             start = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=DEVICE)
             residual = start.clone()
             cells = []
             outs = []
+            cuts: dict[tuple[int, ...], tuple[SkinnyTiles, bool]] = {}
+            for part, shape in zip(parts, shapes, strict=True):
+                tiles = choose_skinny_tiles(num_rows, *shape, torch.bfloat16)
+                takes, name = not tiles.is_matrix, f"{model} {part}"
+                if (num_rows, name) in found:
+                    with_norm, tiles = found[num_rows, name]
+                    apart, tiles_apart = found.get((num_rows, name + APART), (1e9, tiles))
+                    if apart + norm_us < with_norm:
+                        takes, tiles = False, tiles_apart
+                cuts[shape] = (tiles, takes)
             for ahead in aheads if num_rows < 4 else aheads[:3]:
 
                 def linear(x: torch.Tensor, weight: torch.Tensor, **form: object) -> torch.Tensor:
-                    tiles = choose_skinny_tiles(len(x), *weight.shape, torch.bfloat16)
-                    if "norm_weight" in form and tiles.is_matrix:
+                    tiles, takes = cuts[tuple(weight.shape)]  # noqa: B023
+                    if "norm_weight" in form and not takes:
                         x = rms_norm(x, form.pop("norm_weight"), form.pop("eps"))
                     if ahead:  # noqa: B023
                         tiles = replace(tiles, ahead=ahead)  # noqa: B023
@@ -385,14 +424,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("linear.json"))
     parser.add_argument("--budget-s", type=float, default=140.0)
     parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--few", action="store_true", help="only one, two and four rows, in bfloat16")
     args = parser.parse_args()
     begin = time.perf_counter()
     until = begin + args.budget_s - 25.0
     names_8b = [name for name in SHAPES if name.startswith("8b")]
     names_06b = [name for name in SHAPES if name.startswith("0.6b")]
-    work = [(1, 2, [*names_8b, *names_06b]), (2, 2, [*names_8b, *names_06b]), (4, 2, names_06b[:4]), (16, 2, names_8b),
-            (1, 1, names_8b), (2, 1, names_8b), (16, 1, names_8b), (64, 2, names_8b), (64, 1, names_8b),
-            (16, 2, names_06b)]  # fmt: skip
+    apart = [f"{model} {part}{APART}" for model in ("8b", "0.6b") for part in ("qkv", "gate_up")]
+    work = [(1, 2, [*names_8b, *names_06b, *apart]), (2, 2, [*names_8b, *names_06b]), (4, 2, names_06b[:4])]
+    if not args.few:
+        work += [(16, 2, names_8b), (1, 1, names_8b), (2, 1, names_8b), (16, 1, names_8b), (64, 2, names_8b),
+                 (64, 1, names_8b), (16, 2, names_06b)]  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         scratch = make_split_scratch(DEVICE)
@@ -400,11 +442,13 @@ def main() -> None:
         check(scratch)
         compile_all(pool, work)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    bench_chain(weights, scratch)
     row("kind", "shape", "rows", "µs", "GB/s", "of the read ceiling")
+    found: Best = {}
     for num_rows, itemsize, names in work:
-        sweep(weights, scratch, num_rows, itemsize, names, until)
-    bench_many(weights, scratch)
+        sweep(weights, scratch, num_rows, itemsize, names, until, found)
+    bench_chain(weights, scratch, [1, 2, 4] if args.few else [1, 2, 4, 16, 64], found)
+    if not args.few:
+        bench_many(weights, scratch)
     args.out.write_text(json.dumps(rows_out))
     for line in wrong:
         row("WRONG", line)

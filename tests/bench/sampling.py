@@ -118,7 +118,6 @@ def check() -> None:
             logits = make_logits(24, vocab_size, is_peaked, vocab_size)
             for name, settings in KINDS.items():
                 bench = Bench(24, vocab_size, settings)
-                print(f"checking {name}, vocabulary {vocab_size}", flush=True)
                 bench.sample(logits)
                 got = bench.token_ids.tolist()
                 wanted = sample(logits.cpu(), bench.rows)

@@ -82,6 +82,26 @@ def test_the_others_go_on_when_a_suspect_goes_or_stands_aside() -> None:
         assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 200)
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_suspect_that_stood_aside_for_its_reader_still_has_to_run_alone(max_in_flight: int) -> None:
+    executor = Watched(max_in_flight)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        gateway.send(named(10, 300))
+        gateway.wait_tokens(10, 3)
+        executor.block_at_step = {executor.num_steps + 5: 0.3}  # the two below come in within one step
+        gateway.wait_tokens(10, 5)
+        gateway.send(named(20, 8, runs_alone=True))
+        gateway.send(Pause(20))
+        gateway.wait_tokens(10, 40)
+        assert not executor.steps_with(20), "it stands aside, and the other goes on"
+        gateway.send(Resume(20))
+        assert gateway.wait_end(20).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 8)
+        gateway.send(Abort(10))
+        gateway.wait_end(10)
+    assert set(executor.steps_with(20)[0]) == {20}
+
+
 def test_a_suspect_whose_gateway_is_lost_holds_nobody() -> None:
     executor = Watched()
     executor.block_at_step = {0: 1.5}

@@ -32,6 +32,26 @@ async def test_only_so_many_wait_for_the_engine_and_those_are_served(monkeypatch
                 assert figures["gateway_waiting_for_engine"] == 0
 
 
+async def test_only_so_many_tokens_wait_for_the_engine_but_one_prompt_always_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_WAITING_TOKENS", 8)
+    with free_endpoint() as endpoint:
+        async with running_gateway(endpoint, is_ready=False, startup_wait_s=60.0) as gateway:
+            admission = gateway.app[app_keys.ADMISSION]
+            waiting = [asyncio.create_task(gateway.post(TEXT, {**BODY, "prompt": [5] * 20}))]
+            await eventually(lambda: admission.num_waiting_tokens == 20)
+            assert (await gateway.post(TEXT, BODY))[0] == 503
+            waiting[0].cancel()
+            await eventually(lambda: admission.num_waiting_tokens == 0)
+            waiting = [asyncio.create_task(gateway.post(TEXT, BODY)) for _ in range(4)]
+            await eventually(lambda: admission.num_waiting_tokens == 8)
+            assert (await gateway.post(TEXT, BODY))[0] == 503 and admission.shed == {"too_many_wait": 2}
+            with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE), endpoint=endpoint):
+                assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 4
+            assert admission.num_waiting_tokens == 0
+
+
 async def test_who_waits_in_vain_and_who_goes_leave_no_trace() -> None:
     with free_endpoint() as endpoint:
         async with running_gateway(endpoint, is_ready=False, startup_wait_s=0.05) as gateway:

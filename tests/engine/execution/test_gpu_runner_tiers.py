@@ -63,7 +63,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> It
         dtype="float32",
         block_size=BLOCK_SIZE,
         max_num_seqs=4,
-        max_num_batched_tokens=32,
+        max_num_batched_tokens=256,
         max_model_len=64,
         kv_cache_memory_gib=0.01,
         gpu_memory_utilization=0.3,
@@ -86,11 +86,11 @@ def test_swapped_sequences_and_evicted_prompts_have_the_tokens_that_they_would_h
     loaded: tuple[GpuRunner, DeviceLimits],
 ) -> None:
     runner, limits = loaded
-    assert limits.num_host_blocks > 30 and limits.host_bytes_per_s > 0
-    tasks = [(prompt(20 + i, 9 + i), 5) for i in range(3)]
+    assert limits.num_host_blocks > 40 and limits.host_bytes_per_s > 0
+    tasks = [(prompt(20 + i, 12 + i), 8) for i in range(4)]
     expected = [generated(sequence) for sequence in OverlappedEngine(runner, 60, None).run(tasks)]
 
-    engine = OverlappedEngine(runner, 8, TierSizes(30))
+    engine = OverlappedEngine(runner, 8, TierSizes(40))
     assert [generated(sequence) for sequence in engine.run(tasks)] == expected
     counts = engine.blocks.tier_counts
     assert counts.num_stored_to_host > 0 and counts.num_loaded_from_host > 0

@@ -47,6 +47,8 @@ def test_they_are_the_log_softmax_of_the_logits() -> None:
     assert unpack_ids(packed.top_ids) == ids[:, :3].flatten().tolist()
     assert unpack_floats(packed.top_logprobs) == told.top[:, :3].flatten().tolist()
     assert unpack_floats(told.row(7, 0).chosen) == [told.chosen[7].item()] and not told.row(7, 0).top_ids
+    num_tops = [i % 22 for i in range(30)]
+    assert told.rows(num_tops) == [told.row(i, num_top) for i, num_top in enumerate(num_tops)]
 
 
 def test_what_is_no_number_is_told_as_the_lowest() -> None:

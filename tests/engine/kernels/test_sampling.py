@@ -105,12 +105,11 @@ def test_a_flat_row_that_no_list_holds_gets_the_token_of_the_cpu(kind: dict[str,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
-@pytest.mark.parametrize("vocab_size", [4097, 9000])
+@pytest.mark.parametrize(("vocab_size", "spread"), [(4097, 0.05), (9000, 1.0), (9000, 6.0)])
 def test_rows_of_every_kind_over_many_positions(vocab_size: int, spread: float, device: torch.device) -> None:
     rows = rows_of_all_kinds()
     logits = draw_logits(len(rows), vocab_size, spread)
-    for position in (7, 1000, 131_071):
+    for position in (7, 131_071):
         moved = [replace(one, position=position + i) for i, one in enumerate(rows)]
         assert sampled(logits, moved, device)[0] == sample(logits.clone(), moved)
 
@@ -257,7 +256,7 @@ CHI_SQUARE_KINDS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("settings", CHI_SQUARE_KINDS)
+@pytest.mark.parametrize("settings", CHI_SQUARE_KINDS[::3])
 def test_draws_follow_the_exact_probabilities(settings: dict[str, float], device: torch.device) -> None:
     check_distribution(draw_logits(1, 60, 1.5)[0], settings, 256, 32, device)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine.kernels.scaled_linear import quantise_rows, scaled_linear
+from engine.kernels.scaled_linear import narrow_rows, quantise_rows, scaled_linear
 
 
 def draw(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
@@ -28,6 +28,13 @@ def test_a_row_of_zeros_stays_one(device: torch.device) -> None:
     numbers, scale = quantise_rows(torch.zeros(2, 16, device=device))
     assert not numbers.float().any()
     assert bool((scale > 0).all())
+
+
+def test_narrow_rows_keep_within_the_range(device: torch.device) -> None:
+    x = torch.tensor([[0.1, -3.0, 1e30, -1e30, 65504.0, 1.0]], device=device).bfloat16()[:, :5]
+    narrow = narrow_rows(x)
+    assert narrow.dtype == torch.float16
+    assert torch.equal(narrow.float(), x.float().clamp(-65504, 65504).half().float())
 
 
 def test_refuses_rows_with_gaps(device: torch.device) -> None:

@@ -1,0 +1,51 @@
+"""Sizes that steps are padded to, and what runs for a part that was not captured."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.execution.cuda_graph import StepGraphs, bucket, sequence_buckets, token_buckets
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 63, 64, 65, 256, 300, 512, 513, 1000, 4096, 8192, 10_000])
+@pytest.mark.parametrize("make", [sequence_buckets, token_buckets])
+def test_every_size_has_a_bucket_and_the_last_is_the_largest(make: Callable[[int], list[int]], largest: int) -> None:
+    buckets = make(largest)
+    assert buckets == sorted(set(buckets)) and buckets[-1] == largest
+    for size in range(1, largest + 1):
+        chosen = bucket(buckets, size)
+        assert size <= chosen
+        assert all(other < size for other in buckets if other < chosen)
+
+
+def test_padding_is_little_where_a_row_costs_time() -> None:
+    for buckets, start, most in ((sequence_buckets(1024), 64, 0.125), (token_buckets(8192), 256, 0.25)):
+        for size in range(start, buckets[-1] + 1):
+            assert bucket(buckets, size) - size <= most * size
+
+
+def test_what_was_not_captured_is_launched() -> None:
+    ran: list[str] = []
+    graphs = StepGraphs()
+    graphs.run(("body", 16), lambda: ran.append("body"))
+    assert ran == ["body"] and len(graphs) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_a_captured_part_reads_its_inputs_anew() -> None:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    x, y = torch.zeros(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def launch() -> None:
+        torch.add(x, 1.0, out=y)
+
+    graphs = StepGraphs()
+    with torch.cuda.stream(stream):
+        launch()
+        graphs.capture([(("body", 4), launch)], stream)
+        x.fill_(6.0)
+        graphs.run(("body", 4), launch)
+        stream.synchronize()
+    assert y.tolist() == [7.0] * 4
