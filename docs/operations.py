@@ -63,9 +63,9 @@ The engine finishes the steps that are on their way, writes its cache to disk wh
 seconds at most), and ends; a new one is started at once. Gateways send it every live stream, which goes on where it
 was, warm where the disk had it: clients see a pause and keep-alives. New requests wait for it, and are refused by 503
 after `--startup-wait-s`. It counts in `streamkv_engine_restarts_total`, but not as a crash: there is no back-off. An
-engine that takes over 10 s to make room (45 s under `--supervise`) is killed, which costs the cache and no stream. Two
-things do not outlive an engine, however it ends: streams that have ended and were kept to be attached to, and live ones
-whose gateway is gone.
+engine that takes over 10 s to make room (45 s under `--supervise`) is killed, which costs the cache and no stream. A
+stream that nobody but the engine has ends with it, however that ends: one whose gateway is gone, and whose client has
+not come to another yet.
 
 ## Request ids
 

@@ -13,7 +13,14 @@ from typing import Final
 
 import torch
 
-from engine.execution.cuda_graph import GraphKey, StepGraphs, bucket, sequence_buckets, token_buckets
+from engine.execution.cuda_graph import (
+    GraphKey,
+    StepGraphs,
+    bucket,
+    sequence_buckets,
+    token_buckets,
+    without_slower,
+)
 from engine.execution.device_sampler import DeviceSampler, PendingPromptLogprobs, PendingRows
 from engine.execution.disk_store import DiskStore
 from engine.execution.gpu_copier import GpuBlockCopier
@@ -41,6 +48,7 @@ from engine.plan import NewSequence, StepPlan, StepTokens
 from engine.transfer import StoredBlock, Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
+from streamkv.errors import ConfigError
 from streamkv.protocol import ModelFacts
 from streamkv.sampling import Grammar
 
@@ -49,6 +57,9 @@ _LOGITS_BYTES: Final = 256 * 1024 * 1024
 """Of a prompt's logits that are there at once."""
 _GRAPH_BYTES: Final = 4 * 2**20
 """What a graph takes beside the memory that it computes in: its launches, and their arguments."""
+_MIN_TIMED_ROWS: Final = 64
+_MAX_TIMED_ROWS: Final = 2048
+"""Between them some sizes are slower than larger ones. Larger steps take long to time, and are rare."""
 _HASH_THREADS: Final = 8
 _NUM_RESULTS: Final = 3
 """More than steps under way: the ids of a step lie on the host until it is collected."""
@@ -147,6 +158,8 @@ class GpuRunner:
         files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
+        if model_config.transformers_id and config.quantization != "none":
+            raise ConfigError("quantization", f"{model_config.architecture} is computed by transformers; use none")
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
         num_host_blocks = size_host(config, block_bytes, 0, available_memory_bytes())
@@ -154,7 +167,8 @@ class GpuRunner:
             self._host = PinnedMemory(num_host_blocks, block_bytes)
             self._host.start_pinning()
         method = choose_gpu_method(dtype, device, config.quantization, config.deterministic)
-        model, _ = load_model(files, dtype, report, method, device)
+        head_method = choose_gpu_method(dtype, device, "none", config.deterministic)
+        model, _ = load_model(files, dtype, report, method, device, head_method)
         self._compiler = GrammarCompiler(
             partial(read_tokenizer, files, model_config.vocab_size, model_config.eos_token_ids)
         )
@@ -234,7 +248,7 @@ class GpuRunner:
         self._results = [
             torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_RESULTS)
         ]
-        self._sequence_buckets = sequence_buckets(max_num_seqs)
+        self._sequence_buckets = self._decode_buckets = sequence_buckets(max_num_seqs)
         self._token_buckets = token_buckets(max_num_tokens)
 
     def _make_cache(self, model: ModelConfig, num_blocks: int, cache_dtype: torch.dtype) -> None:
@@ -320,7 +334,17 @@ class GpuRunner:
                 yield part
 
         self._graphs.capture(reported(), self._stream)
+        self._token_buckets = self._without_slower("body", self._token_buckets, self._stream)
+        self._decode_buckets = self._without_slower("decode", self._decode_buckets, self._stream)
         report(100.0)
+
+    def _without_slower(self, part: str, sizes: list[int], stream: torch.cuda.Stream) -> list[int]:
+        """The sizes, without those whose graph a larger one beats."""
+        timed = [size for size in sizes if _MIN_TIMED_ROWS < size <= _MAX_TIMED_ROWS]
+        kept = without_slower(self._graphs.time_s([(part, size) for size in timed], stream)) if timed else []
+        dropped = set(timed) - set(kept)
+        self._graphs.drop((part, size) for size in dropped)
+        return [size for size in sizes if size not in dropped]
 
     def _open_disk(
         self,
@@ -425,7 +449,8 @@ class GpuRunner:
         """is_whole: rows of prompts are looked at behind it, so the body's must stay as they are."""
         num_seqs = bucket(self._sequence_buckets, staged.num_seqs)
         if staged.is_decode and not is_whole:
-            self._graphs.run(("decode", num_seqs), partial(self._launch_decode, num_seqs))
+            num_rows = bucket(self._decode_buckets, staged.num_seqs)
+            self._graphs.run(("decode", num_rows), partial(self._launch_decode, num_rows))
             return
         num_tokens = bucket(self._token_buckets, staged.num_tokens)
         self._graphs.run(("body", num_tokens), partial(self._launch_body, num_tokens))

@@ -2,8 +2,8 @@
 
 First every row lists the tokens that its bound cannot rule out. Then one program for each row halves its way to the
 thresholds and to the token: over the list, or where a flat distribution leaves more than that holds, over the row,
-eight thresholds at a time, until what lies between two fits the list. Sums are of whole numbers, weights times 2**43,
-or of tiles in a fixed order.
+eight thresholds at a time, until what lies between two fits the list. Sums are of whole numbers, weights times 2**39,
+or of float32 in a fixed order.
 """
 
 import torch

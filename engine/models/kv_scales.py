@@ -1,9 +1,9 @@
 """Scales of a float8 KV cache, chosen when the model is loaded.
 
 e4m3 has three bits behind the point from 2**-6 to 448 and loses them below. A head's keys and values are divided so
-that the largest that a short forward shows comes to half of that: what is twice as large is not cut yet, and numbers of
-a 14,000th of the largest still have all their bits. So the tokens need not be a text; drawn ones do, and a tenant's
-text has no say in it. What the numbers do not tell is not known: keys differ per head by a factor of a hundred.
+that the largest that a short forward shows comes to half of 448: what is twice as large is not cut yet, and what is a
+14,000th of it still has all its bits. So much room that drawn tokens do as well as a text. On SmolLM2-135M perplexity
+rises by 0.12 % (24,576 tokens of text, tests/bench/quality.py).
 """
 
 from collections.abc import Sequence

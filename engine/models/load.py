@@ -44,14 +44,16 @@ def load_model(
     report: ReportProgress,
     method: LinearMethod | None = None,
     device: torch.device | str = "cpu",
+    head_method: LinearMethod | None = None,
 ) -> tuple["Decoder | TransformersModel", ModelConfig]:
     """Read the model, tensor by tensor, into the form that computes fastest on `device`.
 
     Of a family that the generic decoder does not know, transformers computes it, and `method` has no part in it.
     Files without weights (`resolve` was told that they are not wanted) give random ones. dtype: of the weights; None
     takes what `resolve_dtype` makes of "auto". method: how products are computed; None chooses for this CPU, and on
-    another device takes PyTorch's own. Beside the model there is one tensor in the host's memory; to a GPU it goes by
-    a plain copy from the mapped file, which moves some GB a second, about what the disk gives.
+    another device takes PyTorch's own. head_method: the same for the product that gives the logits, where it is to be
+    another: 8-bit weights cost more there than in all layers together. Beside the model there is one tensor in the
+    host's memory; to a GPU it goes by a plain copy from the mapped file, some GB a second, about what the disk gives.
     Reports ("loading weights", percent) for every tensor. Raises ModelError.
     """
     device = torch.device(device)
@@ -67,7 +69,7 @@ def load_model(
     model = Decoder(config, dtype, method.activation_dtype)
     if source is None:
         source = DummySource(expected_shapes(model, names), config.initializer_range, 1.0 - config.norm_offset, device)
-    fill_decoder(model, source, names, method, report, device)
+    fill_decoder(model, source, names, method, report, device, head_method)
     return model, config
 
 

@@ -162,8 +162,10 @@ def fill_decoder(
     method: LinearMethod,
     report: ReportProgress,
     device: torch.device | str = "cpu",
+    head_method: LinearMethod | None = None,
 ) -> None:
-    """Put every tensor of `source` into its place in `model`, on `device`, and finish its products with `method`.
+    """Put every tensor of `source` into its place in `model`, on `device`, and finish its products with `method`, that
+    of the head with `head_method` where it is given.
 
     All names and shapes are checked before the first is read. Raises ModelError for a tensor that is missing, surplus
     or of the wrong shape, and names it.
@@ -192,12 +194,12 @@ def fill_decoder(
             if isinstance(owner, Linear) and owner.bias is not None:
                 owner.bias.copy_(owner.bias.index_select(0, order))
         if isinstance(owner, Linear):
-            owner.finish(method)
+            owner.finish(head_method if head_method is not None and owner is model.head else method)
         elif isinstance(owner, RMSNorm) and owner.offset:
             weight += owner.offset
     if config.tie_word_embeddings:
         model.head.weight = model.embedding.weight
-        model.head.finish(method)
+        model.head.finish(head_method or method)
     report("loading weights", 100.0)
 
 

@@ -96,7 +96,13 @@ def cpu_forward(files: ModelFiles, dtype: torch.dtype, window: int) -> Forward:
 
 
 def gpu_forward(
-    files: ModelFiles, quantization: Quantization, is_kv_float8: bool, window: int, chunk: int, device: torch.device
+    files: ModelFiles,
+    quantization: Quantization,
+    is_kv_float8: bool,
+    window: int,
+    chunk: int,
+    device: torch.device,
+    is_head_float8: bool = False,
 ) -> Forward:
     """With device "cpu" under Triton's interpreter, which is slow and knows no bfloat16: float16 is taken then."""
     from engine.layers.gpu_linear import choose_gpu_method
@@ -104,9 +110,9 @@ def gpu_forward(
     from engine.models.kv_scales import NUM_TOKENS, measure_kv_scales
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    model, config = load_model(
-        files, dtype, lambda stage, percent: None, choose_gpu_method(dtype, device, quantization, False), device
-    )
+    method = choose_gpu_method(dtype, device, quantization, False)
+    head_method = choose_gpu_method(dtype, device, "fp8" if is_head_float8 else "none", False)
+    model, config = load_model(files, dtype, lambda stage, percent: None, method, device, head_method)
     assert isinstance(model, Decoder)
     cache_dtype = torch.float8_e4m3fn if is_kv_float8 else dtype
     scales = None
@@ -220,15 +226,16 @@ def main() -> None:
                 Variant("bfloat16", cpu_forward(files, torch.bfloat16, options.window)),
             ]
         else:
-            kinds: list[tuple[str, Quantization, bool]] = [
-                ("bfloat16", "none", False),
-                ("fp8 KV", "none", True),
-                ("fp8 weights", "fp8", False),
-                ("fp8 KV and weights", "fp8", True),
+            kinds: list[tuple[str, Quantization, bool, bool]] = [
+                ("bfloat16", "none", False, False),
+                ("fp8 KV", "none", True, False),
+                ("fp8 weights", "fp8", False, False),
+                ("fp8 KV and weights", "fp8", True, False),
+                ("fp8 weights, the head's too", "fp8", False, True),
             ]
             variants = [
-                Variant(name, gpu_forward(files, quantization, is_kv, options.window, options.chunk, device))
-                for name, quantization, is_kv in kinds
+                Variant(name, gpu_forward(files, weights, is_kv, options.window, options.chunk, device, is_head))
+                for name, weights, is_kv, is_head in kinds
             ]
             num_checked = min(_CHECKED_TOKENS, options.chunk, len(texts[0]))
             check(variants[0].forward, files, texts[0][:num_checked], options.window)

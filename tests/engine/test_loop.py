@@ -913,6 +913,10 @@ def test_steps_that_are_found_done_together_took_as_long_as_they_took() -> None:
 # Memory and time that are nobody's
 
 
+def num_live_objects() -> int:
+    return sum(type(each) in (Request, Sequence) for each in gc.get_objects())
+
+
 def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> None:
     """With one in flight or two, and for every way in which requests end."""
     executor = ScriptedExecutor(max_in_flight=2, eos_rule=end_after(3), max_num_batched_tokens=64)
@@ -920,6 +924,7 @@ def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> No
         gateway.wait_for(Ready)
         gc.collect()
         gc.disable()
+        num_before = num_live_objects()
         try:
             for request_id in range(1, 201):
                 sampling = SamplingParams(seed=request_id, max_tokens=10, n=1 + request_id % 3, temperature=1.0)
@@ -928,10 +933,10 @@ def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> No
                     gateway.send(Abort(request_id))
                 gateway.wait_end(request_id)
             wait_idle(gateway, engine)
-            live = [each for each in gc.get_objects() if type(each) in (Request, Sequence)]
+            num_left = num_live_objects() - num_before
         finally:
             gc.enable()
-    assert len(live) <= 160, "600 were made; the queue and the newest steps remember some of the last ones"
+    assert num_left <= 160, "600 were made; the queue and the newest steps remember some of the last ones"
 
 
 def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine.execution.cuda_graph import StepGraphs, bucket, sequence_buckets, token_buckets
+from engine.execution.cuda_graph import StepGraphs, bucket, sequence_buckets, token_buckets, without_slower
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 63, 64, 65, 256, 300, 512, 513, 1000, 4096, 8192, 10_000])
@@ -23,6 +23,13 @@ def test_padding_is_little_where_a_row_costs_time() -> None:
     for buckets, start, most in ((sequence_buckets(1024), 64, 0.125), (token_buckets(8192), 256, 0.25)):
         for size in range(start, buckets[-1] + 1):
             assert bucket(buckets, size) - size <= most * size
+
+
+def test_sizes_that_a_larger_one_beats_are_left_out() -> None:
+    times_s = {64: 4.6, 128: 5.2, 416: 10.5, 448: 13.9, 480: 10.3, 512: 10.4, 576: 12.9}
+    assert without_slower(times_s) == [64, 128, 512, 576]
+    assert without_slower({}) == []
+    assert without_slower({7: 1.0}) == [7]
 
 
 def test_what_was_not_captured_is_launched() -> None:

@@ -167,7 +167,11 @@ def test_a_copy_waits_for_the_steps_before_it_and_its_start_for_nothing(make_rig
     reads what stood there. The steps take a tenth of a second, and the starts return while they run."""
     rig = make_rig(shape=(3, 2, NUM_BLOCKS, 16, 8, 128))
     assert rig.steps is not None
-    rig.run(UP, [1], [1])  # compiles the kernel
+    rig.run(UP, [1], [1])  # compiles the kernel; what is loaded at its first launch waits for the device, too
+    with torch.cuda.stream(rig.steps):
+        rig.bytes[:, :, 2] = 0
+        rig.bytes[:, :, 5].clone()
+        torch.cuda._sleep(1)
     torch.cuda.synchronize()
     cycles = int(1e8)
     with torch.cuda.stream(rig.steps):

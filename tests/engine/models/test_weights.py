@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.layers.linear import PlainMethod, Product
 from engine.models.load import load_model, read_config, resolve_dtype
 from streamkv.errors import ModelError
 from streamkv.model_files import resolve
@@ -123,3 +124,20 @@ def test_auto_keeps_the_dtype_of_the_file(dtype: torch.dtype, tmp_path: Path) ->
     assert resolve_dtype("float32", config) == torch.float32
     with pytest.raises(ModelError, match="int8"):
         resolve_dtype("int8", config)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_the_head_can_be_computed_in_another_way_than_the_layers(name: str, tmp_path: Path) -> None:
+    class Doubled(PlainMethod):
+        def make(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+            return super().make(2 * weight, bias)
+
+    make_tiny_model(name, tmp_path)
+    logits = []
+    for head_method in (None, Doubled(torch.float32)):
+        model, config = load_model(
+            resolve(str(tmp_path), silent), torch.float32, silent, PlainMethod(torch.float32), "cpu", head_method
+        )
+        sequence = PagedSequences(config, 1)
+        logits.append(model(sequence.batch({0: [3, 1, 2]}), sequence.caches))
+    assert torch.equal(2 * logits[0], logits[1])
