@@ -98,48 +98,37 @@ def _add_row(
 
 @triton.jit
 def _store_row(
-    sums, square_sum, row, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride, residual_stride, num_out, size,
-    eps, HAS_NORM: tl.constexpr, GATE: tl.constexpr, TILE_N: tl.constexpr,
+    sums, square_sum, residual, scale, bias, out_ptrs, is_out, size, eps, HAS_NORM: tl.constexpr, GATE: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     """sums: [TILE_N] of one row of x → its part of the output."""
-    weight_rows = _weight_rows(tile, num_out, TILE_N, GATE != "")
-    if GATE == "":
-        is_out = weight_rows < num_out
-    else:
-        is_out = tile * TILE_N + tl.arange(0, TILE_N) < 2 * num_out
     if HAS_NORM:
         sums *= tl.rsqrt(square_sum / size + eps)
-    if scale_ptr is not None:
-        sums *= tl.load(scale_ptr + weight_rows, mask=is_out, other=0.0)
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + weight_rows, mask=is_out, other=0.0).to(tl.float32)
-    if GATE == "":
-        columns = weight_rows
-    else:
+    if scale is not None:
+        sums *= scale
+    if bias is not None:
+        sums += bias
+    if GATE != "":
         gate, up = tl.split(tl.reshape(sums, [TILE_N // 2, 2]))
         sums = activated(gate, GATE) * up
-        columns = tile * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
-        is_out = columns < num_out
-    if residual_ptr is not None:
-        sums += tl.load(residual_ptr + row * residual_stride + columns, mask=is_out, other=0.0)
-    tl.store(out_ptr + row * out_stride + columns, sums.to(out_ptr.dtype.element_ty), mask=is_out)
+    if residual is not None:
+        sums += residual
+    tl.store(out_ptrs, sums.to(out_ptrs.dtype.element_ty), mask=is_out)
 
 
 @triton.jit
 def _add_columns(
-    sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, at, size, x_ptr, norm_ptr, x_stride,
-    num_rows, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, norm, at, size, x_ptr, x_stride, num_rows,
+    HAS_NORM: tl.constexpr, ROWS: tl.constexpr, WHOLE_K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Add the products with columns at .. at + TILE_K - 1 of all rows of x."""
-    HAS_NORM: tl.constexpr = norm_ptr is not None
     columns = at + tl.arange(0, TILE_K)
     exists = columns < size
     w = w.to(tl.float32)
-    x_ptrs = x_ptr + columns
-    norm = None
     if HAS_NORM:
-        norm = _load(norm_ptr + columns, exists, WHOLE_K).to(tl.float32)
+        norm = norm.to(tl.float32)
+    x_ptrs = x_ptr + columns
     sums0, squares0 = _add_row(sums0, squares0, w, norm, x_ptrs, exists, HAS_NORM, WHOLE_K, TILE_N, TILE_K, VECTOR)
     if ROWS > 1:
         x_ptrs = x_ptr + tl.minimum(1, num_rows - 1).to(tl.int64) * x_stride + columns
@@ -198,46 +187,73 @@ def _vector_kernel(
     squares1 = squares0
     squares2 = squares0
     squares3 = squares0
+    HAS_NORM: tl.constexpr = norm_ptr is not None
     w = _load_weights(weight_ptrs, (columns < size)[None, :], WHOLE_K)
+    norm = None
+    if HAS_NORM:
+        norm = _load(norm_ptr + columns, columns < size, WHOLE_K)
+    # What the end needs is asked for at the beginning: nothing hides its way at the end.
+    scale = None
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + weight_rows)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_rows).to(tl.float32)
     if IS_DEPENDENT:
         # x is not there yet, but weights are. Who begins after the kernel in front has ended need not fetch them.
         if AHEAD > 0:  # noqa: SIM102 (known when it is compiled, the other is not)
             if tile < num_early:
                 _fetch(weight_ptr, tile, num_out, TILE_K, size, GATE != "", TILE_N, AHEAD)
         tl.extra.cuda.gdc_wait()
+    TILE_OUT: tl.constexpr = TILE_N // 2 if GATE != "" else TILE_N
+    out_columns = tile * TILE_OUT + tl.arange(0, TILE_OUT)
+    is_out = out_columns < num_out
+    out_ptrs = out_ptr + out_columns
+    residual0 = None
+    residual1 = None
+    residual2 = None
+    residual3 = None
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + out_columns
+        residual0 = tl.load(residual_ptrs, mask=is_out, other=0.0).to(tl.float32)
+        if ROWS > 1:
+            residual1 = tl.load(residual_ptrs + residual_stride, mask=is_out & (num_rows > 1), other=0.0).to(tl.float32)
+        if ROWS > 2:
+            residual_ptrs += 2 * residual_stride
+            residual2 = tl.load(residual_ptrs, mask=is_out & (num_rows > 2), other=0.0).to(tl.float32)
+            residual3 = tl.load(residual_ptrs + residual_stride, mask=is_out & (num_rows > 3), other=0.0).to(tl.float32)
     sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3 = _add_columns(
-        sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, 0, size, x_ptr, norm_ptr, x_stride,
-        num_rows, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
+        sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, norm, 0, size, x_ptr, x_stride, num_rows,
+        HAS_NORM, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
     )  # fmt: skip
     if not IS_ONE_TURN:
         for at in range(TILE_K, size, TILE_K):
-            w = _load_weights(weight_ptrs + at, (at + columns < size)[None, :], WHOLE_K)
+            exists = at + columns < size
+            w = _load_weights(weight_ptrs + at, exists[None, :], WHOLE_K)
+            if HAS_NORM:
+                norm = _load(norm_ptr + at + columns, exists, WHOLE_K)
             sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3 = _add_columns(
-                sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, at, size, x_ptr, norm_ptr,
-                x_stride, num_rows, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
+                sums0, sums1, sums2, sums3, squares0, squares1, squares2, squares3, w, norm, at, size, x_ptr, x_stride,
+                num_rows, HAS_NORM, ROWS, WHOLE_K, TILE_N, TILE_K, VECTOR,
             )  # fmt: skip
-    HAS_NORM: tl.constexpr = norm_ptr is not None
     _store_row(
-        tl.sum(sums0, axis=1), tl.sum(squares0), 0, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr, out_stride,
-        residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
+        tl.sum(sums0, axis=1), tl.sum(squares0), residual0, scale, bias, out_ptrs, is_out, size, eps, HAS_NORM, GATE,
+        TILE_N,
     )  # fmt: skip
-    if ROWS > 1:  # noqa: SIM102 (known when it is compiled, the other is not)
-        if num_rows > 1:
-            _store_row(
-                tl.sum(sums1, axis=1), tl.sum(squares1), 1, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
-                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
-            )  # fmt: skip
+    if ROWS > 1:
+        _store_row(
+            tl.sum(sums1, axis=1), tl.sum(squares1), residual1, scale, bias, out_ptrs + out_stride,
+            is_out & (num_rows > 1), size, eps, HAS_NORM, GATE, TILE_N,
+        )  # fmt: skip
     if ROWS > 2:
-        if num_rows > 2:
-            _store_row(
-                tl.sum(sums2, axis=1), tl.sum(squares2), 2, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
-                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
-            )  # fmt: skip
-        if num_rows > 3:
-            _store_row(
-                tl.sum(sums3, axis=1), tl.sum(squares3), 3, tile, out_ptr, scale_ptr, bias_ptr, residual_ptr,
-                out_stride, residual_stride, num_out, size, eps, HAS_NORM, GATE, TILE_N,
-            )  # fmt: skip
+        _store_row(
+            tl.sum(sums2, axis=1), tl.sum(squares2), residual2, scale, bias, out_ptrs + 2 * out_stride,
+            is_out & (num_rows > 2), size, eps, HAS_NORM, GATE, TILE_N,
+        )  # fmt: skip
+        _store_row(
+            tl.sum(sums3, axis=1), tl.sum(squares3), residual3, scale, bias, out_ptrs + 3 * out_stride,
+            is_out & (num_rows > 3), size, eps, HAS_NORM, GATE, TILE_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -437,15 +453,19 @@ def _choose_vector_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: 
     if dtype.itemsize == 1:
         tile_n, num_warps, num_reads = 4, 4 if num_rows == 1 else 2, 1
     elif num_rows == 1:
-        tile_n, num_warps = 2, 8 if size >= 4096 and num_weight_rows >= size + size // 2 else 4
-        num_reads = 2 if size >= 4096 else 1
+        if size <= 1024:
+            tile_n, num_warps, num_reads = (4, 4, 1) if num_weight_rows >= 2**16 else (2, 1, 4)
+        elif size < 4096:
+            tile_n, num_warps, num_reads = 4, 4, 2
+        else:
+            tile_n, num_warps, num_reads = 2, 4, 1
+    elif num_weight_rows >= 6 * size:
+        tile_n, num_warps, num_reads = 4, 1, 1
     else:
         tile_n, num_warps, num_reads = 4, 2 if num_weight_rows > size else 4, 1
-        if num_rows > 2 and num_weight_rows <= size:
-            tile_n = 2
     vector = 16 // dtype.itemsize
-    while num_warps > 1 and num_warps * num_reads * 32 * vector >= 2 * size:
-        num_warps //= 2
+    while num_reads * num_warps > 1 and num_warps * num_reads * 32 * vector >= 2 * size:
+        num_reads, num_warps = (num_reads // 2, num_warps) if num_reads > 1 else (1, num_warps // 2)
     return SkinnyTiles(False, tile_n, num_warps * num_reads * 32 * vector, num_warps)
 
 

@@ -36,7 +36,7 @@ READ_CEILING = 4330.0
 """GB/s of a sum over 4 GiB on this card."""
 DEVICE = torch.device("cuda")
 DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16}
-BYTES_TOGETHER = 500e6
+BYTES_TOGETHER = 250e6
 SHAPES = {
     "8b qkv": (6144, 4096),
     "8b o": (4096, 4096),
@@ -50,8 +50,8 @@ SHAPES = {
     "0.6b head": (151936, 1024),
 }
 VECTORS = [
-    (1, 4, 2), (1, 4, 4), (1, 8, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1), (2, 4, 2), (2, 4, 4), (2, 8, 1), (2, 8, 2),
-    (4, 1, 1), (4, 2, 1), (4, 2, 2), (4, 4, 1), (4, 4, 2), (8, 2, 1),
+    (1, 4, 4), (1, 8, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1), (2, 4, 2), (2, 8, 1), (4, 1, 1), (4, 2, 1), (4, 2, 2),
+    (4, 4, 1), (4, 4, 2), (8, 2, 1),
 ]  # fmt: skip
 """(tile_n, num_warps, what each thread reads of a row in one turn, in pieces of 16 bytes)"""
 MATRICES = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 8, 4), (32, 256, 2, 4)]
@@ -96,7 +96,7 @@ class Weights:
 
     def sets(self, shape: tuple[int, int]) -> list[torch.Tensor]:
         numel = shape[0] * shape[1]
-        count = max(2, min(48, -(-int(BYTES_TOGETHER) // (2 * numel))))
+        count = max(2, min(24, -(-int(BYTES_TOGETHER) // (2 * numel))))
         return [self.pool[i * numel : (i + 1) * numel].view(shape) for i in range(count)]
 
 
@@ -280,11 +280,8 @@ def cut_name(tiles: SkinnyTiles) -> str:
     return f"{kind} {tiles.tile_n}x{tiles.tile_k} w{tiles.num_warps} s{tiles.num_stages} p{tiles.num_parts}"
 
 
-Best = dict[tuple[int, str], tuple[float, SkinnyTiles]]
-
-
 def sweep(
-    weights: Weights, scratch: SplitScratch, num_rows: int, itemsize: int, names: list[str], until: float, found: Best
+    weights: Weights, scratch: SplitScratch, num_rows: int, itemsize: int, names: list[str], until: float
 ) -> None:
     for name in names:
         if time.perf_counter() > until:
@@ -312,8 +309,6 @@ def sweep(
         best = time_skinny(sets, num_rows, results[0][1], scratch, scale, 15, **form)
         chosen = time_skinny(sets, num_rows, None, scratch, scale, 15, **form)
         speed = sets[0].nbytes / best / 1e3
-        if itemsize == 2:
-            found[num_rows, name] = (best, results[0][1])
         note(f"{kind} chosen", name, num_rows, chosen, sets[0].nbytes,
              choose_skinny_tiles(num_rows, *shape, sets[0].dtype))  # fmt: skip
         row(kind, name, num_rows, f"{best:.2f}", f"{speed:.0f}", f"{speed / READ_CEILING:.0%}", f"cuBLAS {cublas:.2f}",
@@ -321,17 +316,22 @@ def sweep(
             *(f"{us:.2f} {cut_name(tiles)}" for us, tiles in results[1:4]))  # fmt: skip
 
 
-def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int], found: Best) -> None:
-    """The four linears of some layers, one behind the other, as a decode has them, in the best of the tiles found."""
+def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int]) -> None:
+    """The four linears of some layers, one behind the other, as a decode has them, in the tiles that are chosen."""
     x = draw_rows(1, 4096)
-    norm_us = graph_us([lambda: rms_norm(x, x[0], 1e-5)] * 20)
-    row("rms_norm of one row, µs", f"{norm_us:.2f}")
-    aheads = (None, 0, 512, 1024, 2048)
-    names = ("plain", *(f"dependent, {ahead} ahead" for ahead in aheads[1:]), "cuBLAS, no norms", "floor")
-    row("chain: four linears a layer, µs a layer", "rows", *names)
+    row("rms_norm of one row, µs", f"{graph_us([lambda: rms_norm(x, x[0], 1e-5)] * 20):.2f}")
+    # (dependent launches, columns fetched ahead, norms apart)
+    kinds: dict[str, tuple[bool, int, bool]] = {
+        "plain": (False, 0, False),
+        "norms apart": (False, 0, True),
+        "dependent": (True, 0, False),
+        "512 ahead": (True, 512, False),
+        "1024 ahead": (True, 1024, False),
+        "2048 ahead": (True, 2048, False),
+    }
+    row("chain: four linears a layer, µs a layer", "rows", *kinds, "cuBLAS, no norms", "floor")
     for model, hidden, width, attended, num_layers in (("8b", 4096, 14336, 4096, 6), ("0.6b", 1024, 3072, 2048, 28)):
-        parts = ("qkv", "o", "gate_up", "down")
-        shapes = [SHAPES[f"{model} {name}"] for name in parts]
+        shapes = [SHAPES[f"{model} {part}"] for part in ("qkv", "o", "gate_up", "down")]
         layers = []
         at = 0
         for _ in range(num_layers):
@@ -342,30 +342,18 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int], f
             layers.append(layer)
         norm = torch.ones(hidden, dtype=torch.bfloat16, device=DEVICE)
         for num_rows in nums_rows:
-            start = torch.randn(num_rows, hidden, dtype=torch.bfloat16, device=DEVICE)
+            start = draw_rows(num_rows, hidden)
             residual = start.clone()
-            cells = []
-            outs = []
-            cuts: dict[tuple[int, ...], tuple[SkinnyTiles, bool]] = {}
-            for part, shape in zip(parts, shapes, strict=True):
-                tiles = choose_skinny_tiles(num_rows, *shape, torch.bfloat16)
-                takes, name = not tiles.is_matrix, f"{model} {part}"
-                if (num_rows, name) in found:
-                    with_norm, tiles = found[num_rows, name]
-                    apart, tiles_apart = found.get((num_rows, name + APART), (1e9, tiles))
-                    if apart + norm_us < with_norm:
-                        takes, tiles = False, tiles_apart
-                cuts[shape] = (tiles, takes)
-            for ahead in aheads if num_rows < 4 else aheads[:3]:
+            times: dict[str, float] = {}
+            outs = {}
+            for kind, (is_dependent, ahead, is_apart) in kinds.items():
 
                 def linear(x: torch.Tensor, weight: torch.Tensor, **form: object) -> torch.Tensor:
-                    tiles, takes = cuts[tuple(weight.shape)]  # noqa: B023
-                    if "norm_weight" in form and not takes:
+                    tiles = choose_skinny_tiles(len(x), *weight.shape, torch.bfloat16)
+                    if "norm_weight" in form and (is_apart or tiles.is_matrix):  # noqa: B023
                         x = rms_norm(x, form.pop("norm_weight"), form.pop("eps"))
-                    if ahead:  # noqa: B023
-                        tiles = replace(tiles, ahead=ahead)  # noqa: B023
-                    form["is_dependent"] = ahead is not None  # noqa: B023
-                    return skinny_linear(x, weight, scratch=scratch, tiles=tiles, **form)
+                    form["is_dependent"] = is_dependent  # noqa: B023
+                    return skinny_linear(x, weight, scratch=scratch, tiles=replace(tiles, ahead=ahead), **form)  # noqa: B023
 
                 def run(linear: Callable[..., torch.Tensor] = linear) -> None:
                     residual.copy_(start)  # noqa: B023
@@ -375,10 +363,11 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int], f
                         gated = linear(residual, gate_up, norm_weight=norm, eps=1e-5, gated="silu")  # noqa: B023
                         linear(gated, down, residual=residual)  # noqa: B023
 
-                cells.append(graph_us([run], 15) / num_layers)
-                outs.append(residual.clone())
-            if not all(torch.equal(out, outs[0]) for out in outs):
-                wrong.append(f"chain {model}, {num_rows} rows: dependent launches give other bits")
+                times[kind] = graph_us([run], 15) / num_layers
+                outs[kind] = residual.clone()
+            for kind in ("dependent", "512 ahead", "1024 ahead", "2048 ahead"):
+                if not torch.equal(outs[kind], outs["plain"]):
+                    wrong.append(f"chain {model}, {num_rows} rows: {kind} gives other bits")
 
             def library() -> None:
                 x = start  # noqa: B023
@@ -387,11 +376,11 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int], f
                     x = F.linear(heads[:, :attended], output)  # noqa: B023
                     x = F.linear(F.linear(x, gate_up)[:, :width], down)  # noqa: B023
 
-            cells.append(graph_us([library], 15) / num_layers)
+            times["cublas"] = graph_us([library], 15) / num_layers
             num_bytes = sum(weight.nbytes for weight in layers[0])
-            for i, us in enumerate(cells):
-                note(f"chain {'cublas' if i + 1 == len(cells) else aheads[i]}", model, num_rows, us, num_bytes)
-            row(model, num_rows, *(f"{us:.1f}" for us in cells), f"{num_bytes / READ_CEILING / 1e3:.1f}")
+            for kind, us in times.items():
+                note(f"chain {kind}", model, num_rows, us, num_bytes)
+            row(model, num_rows, *(f"{us:.1f}" for us in times.values()), f"{num_bytes / READ_CEILING / 1e3:.1f}")
 
 
 def bench_many(weights: Weights, scratch: SplitScratch) -> None:
@@ -431,22 +420,21 @@ def main() -> None:
     names_8b = [name for name in SHAPES if name.startswith("8b")]
     names_06b = [name for name in SHAPES if name.startswith("0.6b")]
     apart = [f"{model} {part}{APART}" for model in ("8b", "0.6b") for part in ("qkv", "gate_up")]
-    work = [(1, 2, [*names_8b, *names_06b, *apart]), (2, 2, [*names_8b, *names_06b]), (4, 2, names_06b[:4])]
+    work = [(1, 2, [*names_8b, *names_06b]), (4, 2, names_06b[:4]), (2, 2, [*names_8b, *names_06b])]
     if not args.few:
-        work += [(16, 2, names_8b), (1, 1, names_8b), (2, 1, names_8b), (16, 1, names_8b), (64, 2, names_8b),
-                 (64, 1, names_8b), (16, 2, names_06b)]  # fmt: skip
+        work += [(1, 2, apart), (16, 2, names_8b), (1, 1, names_8b), (2, 1, names_8b), (16, 1, names_8b),
+                 (64, 2, names_8b), (64, 1, names_8b), (16, 2, names_06b)]  # fmt: skip
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         scratch = make_split_scratch(DEVICE)
         weights = Weights()
         check(scratch)
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+        bench_chain(weights, scratch, [1, 2, 4] if args.few else [1, 2, 4, 16, 64])
         compile_all(pool, work)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     row("kind", "shape", "rows", "µs", "GB/s", "of the read ceiling")
-    found: Best = {}
     for num_rows, itemsize, names in work:
-        sweep(weights, scratch, num_rows, itemsize, names, until, found)
-    bench_chain(weights, scratch, [1, 2, 4] if args.few else [1, 2, 4, 16, 64], found)
+        sweep(weights, scratch, num_rows, itemsize, names, until)
     if not args.few:
         bench_many(weights, scratch)
     args.out.write_text(json.dumps(rows_out))
