@@ -208,8 +208,8 @@ class MeasuredLoop(EngineLoop):
             (executor, "collect", collect_and_count),
             (self._publisher, "publish", publish_and_time),
         )
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
+        for holder, name, function in replaced:
+            setattr(holder, name, function)
         super()._serve()
 
 

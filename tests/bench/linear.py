@@ -56,6 +56,15 @@ VECTORS = [
 """(tile_n, num_warps, what each thread reads of a row in one turn, in pieces of 16 bytes)"""
 MATRICES = [(64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 4), (128, 128, 8, 4), (32, 256, 2, 4)]
 """(tile_n, tile_k, num_warps, num_stages)"""
+CHAINS = {
+    "plain": (False, 0, False),
+    "norms apart": (False, 0, True),
+    "dependent": (True, 0, False),
+    "512 ahead": (True, 512, False),
+    "1024 ahead": (True, 1024, False),
+    "2048 ahead": (True, 2048, False),
+}
+"""(dependent launches, columns fetched ahead, norms apart)"""
 wrong: list[str] = []
 rows_out: list[dict[str, object]] = []
 
@@ -145,33 +154,47 @@ def candidates(num_rows: int, shape: tuple[int, int], itemsize: int) -> list[Ski
     return found
 
 
-def compile_one(task: tuple[int, str, SkinnyTiles, int]) -> float:
-    """Fill the cache of compiled kernels; in a process of its own. (rows, name of the shape, tiles, itemsize)"""
-    num_rows, name, tiles, itemsize = task
+Task = tuple[int, str, SkinnyTiles, int, bool]
+"""(rows, name of the shape, tiles, itemsize of the weights, dependent launch)"""
+
+
+def compile_one(task: Task) -> float:
+    """Fill the cache of compiled kernels; in a process of its own."""
+    num_rows, name, tiles, itemsize, is_dependent = task
     start = time.perf_counter()
     weight = torch.empty(shape_of(name), dtype=torch.bfloat16, device=DEVICE)[: 4 * tiles.tile_n]
     scale = None
     if itemsize == 1:
         weight, scale = weight.to(torch.float8_e4m3fn), torch.ones(len(weight), device=DEVICE)
+    form = form_of(name, num_rows, itemsize) | {"is_dependent": is_dependent}
     try:
-        time_skinny(
-            [weight], num_rows, tiles, make_split_scratch(DEVICE), scale, 1, **form_of(name, num_rows, itemsize)
-        )
+        time_skinny([weight], num_rows, tiles, make_split_scratch(DEVICE), scale, 1, **form)
     except OutOfResources:
         return -1.0
     return time.perf_counter() - start
 
 
-def compile_all(pool: ProcessPoolExecutor, work: list[tuple[int, int, list[str]]]) -> None:
-    tasks: dict[object, tuple[int, str, SkinnyTiles, int]] = {}
+def compile_all(pool: ProcessPoolExecutor, work: list[tuple[int, int, list[str]]], chain_rows: list[int]) -> None:
+    tasks: dict[object, Task] = {}
+
+    def add(num_rows: int, name: str, tiles: SkinnyTiles, itemsize: int, is_dependent: bool) -> None:
+        size = shape_of(name)[1]
+        rows = max(16, num_rows) if tiles.is_matrix else num_rows
+        form = tuple(form_of(name, num_rows, itemsize))
+        kind = (rows, tiles, itemsize, size % tiles.tile_k == 0, form, size <= tiles.tile_k, is_dependent)
+        tasks.setdefault(kind, (num_rows, name, tiles, itemsize, is_dependent))
+
     for num_rows, itemsize, names in work:
         for name in names:
-            shape = shape_of(name)
-            for tiles in candidates(num_rows, shape, itemsize):
-                rows = max(16, num_rows) if tiles.is_matrix else num_rows
-                form = form_of(name, num_rows, itemsize)
-                kind = (rows, tiles, itemsize, shape[1] % tiles.tile_k == 0, tuple(form), shape[1] <= tiles.tile_k)
-                tasks.setdefault(kind, (num_rows, name, tiles, itemsize))
+            for tiles in candidates(num_rows, shape_of(name), itemsize):
+                add(num_rows, name, tiles, itemsize, False)
+    parts = ("qkv", "o", "gate_up", "down")
+    for num_rows, name in itertools.product(
+        chain_rows, (f"{model} {part}" for model in ("8b", "0.6b") for part in parts)
+    ):
+        tiles = choose_skinny_tiles(num_rows, *SHAPES[name], torch.bfloat16)
+        for is_dependent, ahead, is_apart in CHAINS.values():
+            add(num_rows, name + APART * is_apart, replace(tiles, ahead=ahead), 2, is_dependent)
     start = time.perf_counter()
     times = list(pool.map(compile_one, tasks.values(), chunksize=4))
     row("compiled", len(times), f"{time.perf_counter() - start:.1f} s", f"{sum(times):.0f} s in all")
@@ -320,16 +343,7 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int]) -
     """The four linears of some layers, one behind the other, as a decode has them, in the tiles that are chosen."""
     x = draw_rows(1, 4096)
     row("rms_norm of one row, µs", f"{graph_us([lambda: rms_norm(x, x[0], 1e-5)] * 20):.2f}")
-    # (dependent launches, columns fetched ahead, norms apart)
-    kinds: dict[str, tuple[bool, int, bool]] = {
-        "plain": (False, 0, False),
-        "norms apart": (False, 0, True),
-        "dependent": (True, 0, False),
-        "512 ahead": (True, 512, False),
-        "1024 ahead": (True, 1024, False),
-        "2048 ahead": (True, 2048, False),
-    }
-    row("chain: four linears a layer, µs a layer", "rows", *kinds, "cuBLAS, no norms", "floor")
+    row("chain: four linears a layer, µs a layer", "rows", *CHAINS, "cuBLAS, no norms", "floor")
     for model, hidden, width, attended, num_layers in (("8b", 4096, 14336, 4096, 6), ("0.6b", 1024, 3072, 2048, 28)):
         shapes = [SHAPES[f"{model} {part}"] for part in ("qkv", "o", "gate_up", "down")]
         layers = []
@@ -346,7 +360,7 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int]) -
             residual = start.clone()
             times: dict[str, float] = {}
             outs = {}
-            for kind, (is_dependent, ahead, is_apart) in kinds.items():
+            for kind, (is_dependent, ahead, is_apart) in CHAINS.items():
 
                 def linear(x: torch.Tensor, weight: torch.Tensor, **form: object) -> torch.Tensor:
                     tiles = choose_skinny_tiles(len(x), *weight.shape, torch.bfloat16)
@@ -365,9 +379,11 @@ def bench_chain(weights: Weights, scratch: SplitScratch, nums_rows: list[int]) -
 
                 times[kind] = graph_us([run], 15) / num_layers
                 outs[kind] = residual.clone()
-            for kind in ("dependent", "512 ahead", "1024 ahead", "2048 ahead"):
-                if not torch.equal(outs[kind], outs["plain"]):
-                    wrong.append(f"chain {model}, {num_rows} rows: {kind} gives other bits")
+            wrong.extend(
+                f"chain {model}, {num_rows} rows: {kind} gives other bits"
+                for kind, (is_dependent, _, _) in CHAINS.items()
+                if is_dependent and not torch.equal(outs[kind], outs["plain"])
+            )
 
             def library() -> None:
                 x = start  # noqa: B023
@@ -429,9 +445,10 @@ def main() -> None:
         scratch = make_split_scratch(DEVICE)
         weights = Weights()
         check(scratch)
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-        bench_chain(weights, scratch, [1, 2, 4] if args.few else [1, 2, 4, 16, 64])
-        compile_all(pool, work)
+        chain_rows = [1, 2, 4] if args.few else [1, 2, 4, 16, 64]
+        compile_all(pool, work, chain_rows)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    bench_chain(weights, scratch, chain_rows)
     row("kind", "shape", "rows", "µs", "GB/s", "of the read ceiling")
     for num_rows, itemsize, names in work:
         sweep(weights, scratch, num_rows, itemsize, names, until)

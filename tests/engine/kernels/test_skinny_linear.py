@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -178,6 +178,7 @@ def test_tiles_of_all_shapes_cover_them() -> None:
 def test_real_shapes_and_dependent_launches(
     shape: tuple[int, int], num_rows: int, device: torch.device, scratch: SplitScratch
 ) -> None:
-    for is_dependent in (False, True):
-        check(Case(num_rows, None, shape=shape, has_norm=True, gated="silu"), device, scratch, is_dependent)
-        check(Case(num_rows, None, shape=shape, has_residual=True), device, scratch, is_dependent)
+    fetching = replace(choose_skinny_tiles(num_rows, *shape, torch.bfloat16), ahead=512)
+    for tiles, is_dependent in ((None, False), (None, True), (fetching, True)):
+        check(Case(num_rows, tiles, shape=shape, has_norm=True, gated="silu"), device, scratch, is_dependent)
+        check(Case(num_rows, tiles, shape=shape, has_residual=True), device, scratch, is_dependent)
