@@ -94,8 +94,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             collect()
 
         def collect() -> None:
-            # A collection looks at every token of every live sequence, a full one at every block of the cache, too: up to
-            # a fifth of the loop's time, and 0.1 s in a piece. So it waits until nothing is live. What is there then stays.
+            # A collection looks at every token of every live sequence, a full one at every block of the cache, too: up
+            # to a fifth of the loop's time, and 0.1 s in a piece. So it waits until nothing is live. What is there then
+            # stays.
             gc.collect()
             gc.freeze()
 

@@ -60,6 +60,8 @@ _GRAPH_BYTES: Final = 4 * 2**20
 _MIN_TIMED_ROWS: Final = 64
 _MAX_TIMED_ROWS: Final = 2048
 """Between them some sizes are slower than larger ones. Larger steps take long to time, and are rare."""
+_MANY_ROWS: Final = 256
+"""From here on parts have the same kernels, but for the largest, whose size need not be round."""
 _HASH_THREADS: Final = 8
 _NUM_RESULTS: Final = 3
 """More than steps under way: the ids of a step lie on the host until it is collected."""
@@ -312,16 +314,18 @@ class GpuRunner:
     def _compile(self, parts: list[tuple[GraphKey, Callable[[], None]]], report: Callable[[float], None]) -> None:
         """Have every kernel ready that a step may launch: compiled, and on the device."""
 
-        def launch_all() -> None:
-            for _, launch in parts:
-                launch()
+        def launch_all(sizes: Callable[[int], bool]) -> None:
+            for (_, size), launch in parts:
+                if sizes(size):
+                    launch()
             self._sampler.compile()
             self._cache.copy_blocks([(0, 1)])
 
         with self._model.shallow():
             with compiling_together(os.cpu_count() or 1, report):
-                launch_all()
-            launch_all()
+                launch_all(lambda size: size <= _MANY_ROWS or size % (8 * _MANY_ROWS) == 0)
+            # Whatever that has left out is compiled now, one by one: nothing may be, in the middle of a capture.
+            launch_all(lambda size: True)
 
     def _capture(self, max_num_tokens: int, report: Callable[[float], None]) -> None:
         if self._stream is None or not self._has_graphs:
@@ -408,7 +412,7 @@ class GpuRunner:
             else:
                 self._sample(launch)
             if self._stream is not None:
-                launch.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                launch.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 launch.event.record(self._stream)
         self._launched.put(launch)
         return launch

@@ -3,9 +3,9 @@
     python tests/bench/gpu_bars.py --loadgen LOADGEN.py --model FOLDER [--only decode1,batch256] [--out FOLDER]
         [-- flags of `streamkv serve`]
 
-LOADGEN.py is any load generator that takes --workload, --seed, --json and --watch-pid as `streamkv bench` does. Each run
-gets a seed of its own, so that none finds another's prompts in the cache. Prints the time from launch to ready and to the
-first token, then one line a workload: what was asked for and what came out.
+LOADGEN.py is any load generator that takes --workload, --seed, --json and --watch-pid as `streamkv bench` does. Each
+run gets a seed of its own, so that none finds another's prompts in the cache. Prints the time from launch to ready and
+to the first token, then one line a workload: what was asked for and what came out.
 """
 
 import argparse
