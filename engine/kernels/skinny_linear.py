@@ -433,7 +433,7 @@ def takes_norm(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtyp
 
 @lru_cache
 def choose_skinny_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
-    """num_weight_rows, size, dtype: of the weights. Measured on an H200; see docs/performance.md."""
+    """num_weight_rows, size, dtype: of the weights. Measured on an H200."""
     numel = num_weight_rows * size
     if IS_INTERPRETED:  # where a program takes its time, whatever its size
         tile_n, tile_k = (min(256, triton.next_power_of_2(length)) for length in (num_weight_rows, size))
