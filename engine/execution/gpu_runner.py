@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from engine.execution.beside_steps import BesideSteps
 from engine.execution.cuda_graph import (
     GraphKey,
     StepGraphs,
@@ -22,14 +23,12 @@ from engine.execution.cuda_graph import (
     without_slower,
 )
 from engine.execution.device_sampler import DeviceSampler, PendingPromptLogprobs, PendingRows
-from engine.execution.disk_store import DiskStore
 from engine.execution.gpu_copier import GpuBlockCopier
 from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord, StagedStep
 from engine.execution.gpu_memory import CardBytes, GpuMemory, card_bytes, peak_bytes, size_gpu_pool
-from engine.execution.grammar import GrammarCompiler, read_tokenizer
 from engine.execution.inputs import PromptChunk
-from engine.execution.kv_cache import GIB, KvCache, PoolSize, bytes_per_block, resolve_cache_dtype, size_host, size_pool
-from engine.execution.offload import BlockCopier, CpuBlockCopier, Offload
+from engine.execution.kv_cache import KvCache, PoolSize, bytes_per_block, resolve_cache_dtype, size_host, size_pool
+from engine.execution.offload import BlockCopier, CpuBlockCopier
 from engine.execution.pinned_memory import PinnedMemory
 from engine.execution.sampler import SampledRow
 from engine.execution.sequence_grammars import SequenceGrammars
@@ -40,12 +39,12 @@ from engine.kernels.compiling import compiling_together
 from engine.layers.gpu_linear import choose_gpu_method
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
-from engine.models.fingerprint import fingerprint, placing
+from engine.models.fingerprint import placing
 from engine.models.gpu_model import GpuModel, make_gpu_model
 from engine.models.kv_scales import NUM_TOKENS, measure_kv_scales
 from engine.models.load import load_model, read_config, resolve_dtype
 from engine.plan import NewSequence, StepPlan, StepTokens
-from engine.transfer import StoredBlock, Transfer, TransferResult
+from engine.transfer import Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
@@ -127,11 +126,8 @@ class GpuRunner:
         self._launched: queue.SimpleQueue[GpuLaunch | None] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._turn = 0
-        self._store: DiskStore | None = None
-        self._offload: Offload | None = None
+        self._beside: BesideSteps | None = None
         self._host: PinnedMemory | None = None
-        self._compiler: GrammarCompiler | None = None
-        self._grammars: SequenceGrammars | None = None
         self._model: GpuModel
         self._cache: KvCache
         self._scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -154,8 +150,7 @@ class GpuRunner:
 
     def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         config, device = self._config, self._device
-        if config.disk_kv_path:
-            self._store = DiskStore(config.disk_kv_path)  # before the weights, since it is here that a wrong path shows
+        beside = self._beside = BesideSteps(config)
         before = card_bytes(device) if self._is_cuda else None
         files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
         model_config = read_config(files)
@@ -171,10 +166,7 @@ class GpuRunner:
         method = choose_gpu_method(dtype, device, config.quantization, config.deterministic)
         head_method = choose_gpu_method(dtype, device, "none", config.deterministic)
         model, _ = load_model(files, dtype, report, method, device, head_method)
-        self._compiler = GrammarCompiler(
-            partial(read_tokenizer, files, model_config.vocab_size, model_config.eos_token_ids)
-        )
-        self._grammars = SequenceGrammars(self._compiler, model_config.vocab_size)
+        beside.begin_grammars(files, model_config)
         max_num_tokens = self._token_budget(model_config)
         longest = config.max_model_len or model_config.max_position_embeddings
         self._model = make_gpu_model(
@@ -187,8 +179,9 @@ class GpuRunner:
         pool = self._size_pool(model_config, cache_dtype, block_bytes, max_num_tokens, before, report)
         self._make_cache(model_config, pool.num_blocks, cache_dtype)
         self._capture(max_num_tokens, partial(report, "capturing graphs"))
-        num_disk_blocks, stored = self._open_disk(files, model_config, dtype, cache_dtype, block_bytes, report)
-        host_bytes_per_s = self._begin_offload(report)
+        words = self._placing(dtype, cache_dtype, block_bytes)
+        num_disk_blocks, stored = beside.open_disk(files, model_config, words, block_bytes, _HASH_THREADS, report)
+        host_bytes_per_s = self._begin_offload(beside, report)
         self._watcher = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
         self._watcher.start()
         warm_up = WarmUp(
@@ -350,35 +343,21 @@ class GpuRunner:
         self._graphs.drop((part, size) for size in dropped)
         return [size for size in sizes if size not in dropped]
 
-    def _open_disk(
-        self,
-        files: model_files.ModelFiles,
-        model_config: ModelConfig,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        block_bytes: int,
-        report: ReportProgress,
-    ) -> tuple[int, list[StoredBlock]]:
-        """→ (blocks that the disk may hold, those that it holds). Raises ConfigError or ModelError."""
-        if self._store is None:
-            return 0, []
+    def _placing(self, dtype: torch.dtype, cache_dtype: torch.dtype, block_bytes: int) -> tuple[str, ...]:
+        """What kept blocks are bound to, beside the model."""
         config = self._config
-        name = torch.cuda.get_device_name(self._device) if self._is_cuda else "cpu"
-        words = placing(
+        return placing(
             dtype,
             cache_dtype,
             config.block_size,
             block_bytes,
-            name,
+            torch.cuda.get_device_name(self._device) if self._is_cuda else "cpu",
             config.quantization,
             config.deterministic,
             (self._cache.key_scales, self._cache.value_scales),
         )
-        bound_to = fingerprint(files, model_config, words, _HASH_THREADS, report)
-        size_bytes = int(config.disk_kv_size_gib * GIB)
-        return self._store.open(bound_to, config.block_size, block_bytes, size_bytes, report)
 
-    def _begin_offload(self, report: ReportProgress) -> float:
+    def _begin_offload(self, beside: BesideSteps, report: ReportProgress) -> float:
         """Make ready for transfers → the speed of copies between pool and host memory; 0 without a host tier."""
         if self._host is None:
             return 0.0
@@ -388,14 +367,12 @@ class GpuRunner:
             copier = CpuBlockCopier(self._cache.storage, self._host.rows)
         else:
             copier = GpuBlockCopier(self._cache.storage, self._host, self._stream)
-        self._offload = Offload(self._host.rows, copier, self._store)
-        return self._offload.measure_bytes_per_s(self._cache.num_blocks)
+        return beside.begin_offload(self._host.rows, copier, self._cache.num_blocks)
 
     # One step
 
     def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
         """As Executor.launch. Costs the host some microseconds a sequence."""
-        assert self._grammars is not None, "load comes first"
         with self._on_device():
             self._learn(plan)
             staged = self._books.stage(plan)
@@ -419,7 +396,7 @@ class GpuRunner:
 
     def collect(self, launch: Launch) -> StepTokens:
         """As Executor.collect."""
-        assert isinstance(launch, GpuLaunch) and self._grammars is not None
+        assert isinstance(launch, GpuLaunch)
         launch.wait()
         plan, token_ids = launch.plan, launch.token_ids.tolist()
         if launch.pending is not None:
@@ -439,7 +416,6 @@ class GpuRunner:
         return tokens
 
     def _learn(self, plan: StepPlan) -> None:
-        assert self._grammars is not None
         for seq_slot in self._books.apply(plan):
             self._sampler.remove(seq_slot)
         self._grammars.apply(plan)
@@ -504,7 +480,6 @@ class GpuRunner:
 
     def _sample_special(self, launch: GpuLaunch) -> None:
         """Where some row takes more than plain sampling. Waits for masks, which are filled while the device works."""
-        assert self._grammars is not None
         num_seqs = len(launch.plan.scheduled)
         launch.rows = self._books.sampled_rows(launch.plan)
         masks = self._grammars.begin_masks(launch.rows)
@@ -561,21 +536,24 @@ class GpuRunner:
 
     # Beside the steps
 
+    @property
+    def _grammars(self) -> SequenceGrammars:
+        assert self._beside is not None, "load comes first"
+        return self._beside.grammars
+
     def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
         """As Executor.start_transfer."""
-        assert self._offload is not None, "there is no host tier"
-        self._offload.start(transfer, on_done)
+        assert self._beside is not None, "load comes first"
+        self._beside.start_transfer(transfer, on_done)
 
     def finished_transfers(self) -> list[TransferResult]:
         """As Executor.finished_transfers."""
-        return [] if self._offload is None else self._offload.take_finished()
+        return [] if self._beside is None else self._beside.finished_transfers()
 
     def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
         """As Executor.compile_grammar."""
-        assert self._compiler is not None, "load comes first"
-        compiled = self._compiler.compile(grammar)
-        compiled.add_done_callback(lambda _: on_done())
-        return compiled
+        assert self._beside is not None, "load comes first"
+        return self._beside.compile_grammar(grammar, on_done)
 
     def close(self) -> None:
         """As Executor.close. Waits for the steps under way and for the block that is being copied."""
@@ -583,18 +561,12 @@ class GpuRunner:
             self._launched.put(None)
             self._watcher.join()
             self._watcher = None
-        if self._compiler is not None and self._grammars is not None:
-            self._compiler.close()
-            self._grammars.close()
-            self._compiler = self._grammars = None
-        has_ended = self._offload is None or self._offload.close()
-        self._offload = None
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         if self._host is not None:
             self._host.close()
             self._host = None
-        if self._store is not None and has_ended:
-            self._store.close()
-        self._store = None
         self._graphs.clear()
 
     @contextmanager

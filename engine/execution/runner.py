@@ -10,23 +10,20 @@ from pathlib import Path
 
 import torch
 
-from engine.execution.disk_store import DiskStore
-from engine.execution.grammar import GrammarCompiler, read_tokenizer
+from engine.execution.beside_steps import BesideSteps
 from engine.execution.inputs import PromptChunk, SequenceRecords, make_batch, remember_tokens
-from engine.execution.kv_cache import CACHE_DTYPE, GIB, KvCache, bytes_per_block, size_host, size_pool
+from engine.execution.kv_cache import CACHE_DTYPE, KvCache, bytes_per_block, size_host, size_pool
 from engine.execution.logprobs import logprobs_of
-from engine.execution.offload import DISK_KINDS, CpuBlockCopier, Offload, allocate_host_memory
+from engine.execution.offload import DISK_KINDS, CpuBlockCopier, allocate_host_memory
 from engine.execution.sampler import sample_step
-from engine.execution.sequence_grammars import SequenceGrammars
 from engine.execution.warm_up import WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs
 from engine.memory import available_memory_bytes
-from engine.models.config import ModelConfig
-from engine.models.fingerprint import fingerprint
+from engine.models.fingerprint import placing
 from engine.models.load import CausalModel, load_model, read_config, resolve_dtype
 from engine.plan import StepPlan, StepTokens
-from engine.transfer import StoredBlock, Transfer, TransferResult
+from engine.transfer import Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
 from streamkv.protocol import ModelFacts
@@ -89,11 +86,8 @@ class CpuRunner:
         self._worker: threading.Thread | None = None
         self._model: CausalModel | None = None
         self._cache: KvCache | None = None
-        self._store: DiskStore | None = None
-        self._offload: Offload | None = None
+        self._beside: BesideSteps | None = None
         self._records = SequenceRecords()
-        self._compiler: GrammarCompiler | None = None
-        self._grammars: SequenceGrammars | None = None
         self._num_threads = config.threads or default_num_threads()
 
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
@@ -113,27 +107,28 @@ class CpuRunner:
 
     def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         config = self._config
-        if config.disk_kv_path:
-            self._store = DiskStore(config.disk_kv_path)  # before the weights, since it is here that a wrong path shows
+        beside = self._beside = BesideSteps(config)
         files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
         model_config = read_config(files)
         dtype = resolve_dtype(config.dtype, model_config)
         self._model, _ = load_model(files, dtype, report)
-        self._compiler = GrammarCompiler(
-            partial(read_tokenizer, files, model_config.vocab_size, model_config.eos_token_ids)
-        )
-        self._grammars = SequenceGrammars(self._compiler, model_config.vocab_size, max(1, self._num_threads // 2))
+        beside.begin_grammars(files, model_config, max(1, self._num_threads // 2))
         available_bytes = available_memory_bytes()
         pool = size_pool(config, model_config, available_bytes)
         self._cache = KvCache(model_config, pool.num_blocks, config.block_size)
         block_bytes = bytes_per_block(model_config, config.block_size)
         num_host_blocks = size_host(config, block_bytes, pool.num_blocks * block_bytes, available_bytes)
-        num_disk_blocks, stored = self._open_disk(files, model_config, dtype, block_bytes, report)
+        words = placing(dtype, CACHE_DTYPE, config.block_size, block_bytes)
+        num_disk_blocks, stored = beside.open_disk(files, model_config, words, block_bytes, self._num_threads, report)
         warm_up = WarmUp(
             self._step, config.block_size, pool.max_model_len, config.max_num_seqs, config.max_num_batched_tokens
         )
         warm_up.run(partial(report, "warming up"))
-        host_bytes_per_s = self._begin_offload(num_host_blocks, block_bytes) if num_host_blocks else 0.0
+        host_bytes_per_s = 0.0
+        if num_host_blocks:
+            host = allocate_host_memory(num_host_blocks, block_bytes)
+            copier = CpuBlockCopier(self._cache.storage, host)
+            host_bytes_per_s = beside.begin_offload(host, copier, pool.num_blocks)
         facts = ModelFacts(
             name=config.served_model_name or files.name,
             vocab_size=model_config.vocab_size,
@@ -157,30 +152,6 @@ class CpuRunner:
         )
         return facts, limits
 
-    def _open_disk(
-        self,
-        files: model_files.ModelFiles,
-        model_config: ModelConfig,
-        dtype: torch.dtype,
-        block_bytes: int,
-        report: ReportProgress,
-    ) -> tuple[int, list[StoredBlock]]:
-        """→ (blocks that the disk may hold, those that it holds). Raises ConfigError or ModelError."""
-        if self._store is None:
-            return 0, []
-        block_size = self._config.block_size
-        placing = (str(dtype), str(CACHE_DTYPE), f"blocks of {block_size} tokens in {block_bytes} bytes")
-        bound_to = fingerprint(files, model_config, placing, self._num_threads, report)
-        size_bytes = int(self._config.disk_kv_size_gib * GIB)
-        return self._store.open(bound_to, block_size, block_bytes, size_bytes, report)
-
-    def _begin_offload(self, num_host_blocks: int, block_bytes: int) -> float:
-        """Make ready for transfers → the speed of copies between pool and host memory."""
-        assert self._cache is not None
-        host = allocate_host_memory(num_host_blocks, block_bytes)
-        self._offload = Offload(host, CpuBlockCopier(self._cache.storage, host), self._store)
-        return self._offload.measure_bytes_per_s(self._cache.num_blocks)
-
     def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
         """As Executor.launch. The caller collects each launch before the next."""
         assert self._worker is not None, "load comes first"
@@ -195,22 +166,20 @@ class CpuRunner:
 
     def start_transfer(self, transfer: Transfer, on_done: Callable[[], None]) -> None:
         """As Executor.start_transfer. The worker hands over what waits for the steps before it."""
-        assert self._offload is not None, "there is no host tier"
+        assert self._beside is not None, "load comes first"
         if transfer.kind in DISK_KINDS:
-            self._offload.start(transfer, on_done)
+            self._beside.start_transfer(transfer, on_done)
         else:
-            self._queue.put(partial(self._offload.start, transfer, on_done))
+            self._queue.put(partial(self._beside.start_transfer, transfer, on_done))
 
     def finished_transfers(self) -> list[TransferResult]:
         """As Executor.finished_transfers."""
-        return [] if self._offload is None else self._offload.take_finished()
+        return [] if self._beside is None else self._beside.finished_transfers()
 
     def compile_grammar(self, grammar: Grammar, on_done: Callable[[], None]) -> Future[object]:
         """As Executor.compile_grammar."""
-        assert self._compiler is not None, "load comes first"
-        compiled = self._compiler.compile(grammar)
-        compiled.add_done_callback(lambda _: on_done())
-        return compiled
+        assert self._beside is not None, "load comes first"
+        return self._beside.compile_grammar(grammar, on_done)
 
     def close(self) -> None:
         """As Executor.close. Waits for the step that is being computed and for the block that is being copied."""
@@ -218,15 +187,9 @@ class CpuRunner:
             self._queue.put(None)
             self._worker.join()
             self._worker = None
-        if self._compiler is not None and self._grammars is not None:
-            self._compiler.close()
-            self._grammars.close()
-            self._compiler = self._grammars = None
-        has_ended = self._offload is None or self._offload.close()
-        self._offload = None
-        if self._store is not None and has_ended:
-            self._store.close()
-        self._store = None
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         self._model = None
         self._cache = None
 
@@ -237,21 +200,22 @@ class CpuRunner:
                 work()
 
     def _step(self, plan: StepPlan) -> StepTokens:
-        assert self._model is not None and self._cache is not None and self._grammars is not None
+        assert self._model is not None and self._cache is not None and self._beside is not None
+        grammars = self._beside.grammars
         self._records.apply(plan)
-        self._grammars.apply(plan)
+        grammars.apply(plan)
         self._cache.copy_blocks(plan.block_copies)
         if not plan.scheduled:
             return StepTokens([])
         prompt_chunks = self._records.prompt_chunks(plan)
         batch = make_batch(plan, self._records, self._config.block_size, prompt_chunks)
         rows = self._records.sampled_rows(plan)
-        masks = self._grammars.begin_masks(rows)
+        masks = grammars.begin_masks(rows)
         hidden = self._model.hidden(batch, self._cache.layers, batch.output_rows)
         logits = self._model.logits(hidden[: len(rows)])
         tokens = sample_step(logits, rows, masks.result() if masks is not None else None)
         remember_tokens(rows, tokens.token_ids)
-        self._grammars.remember(rows, tokens.token_ids)
+        grammars.remember(rows, tokens.token_ids)
         if prompt_chunks:
             self._tell_prompts(tokens, prompt_chunks, hidden[len(rows) :])
         return tokens
