@@ -338,7 +338,7 @@ class EngineLoop:
         while self._exit_code is None:
             has_frame = self._socket.wait(self._wait_s())
             self._requests.take_compiled()
-            if has_frame:
+            if has_frame or self._inbox.has_more:
                 for gateway_id, message in self._inbox.receive():
                     self._handle(gateway_id, message)
             while self._in_flight and self._in_flight[0][0].is_done:

@@ -168,12 +168,12 @@ class Requests:
                 self._withdraw(request, "invalid", text, field=request.sampling.grammar.field)
 
     def _finish_compiling(self, request: Request, future: Future[object]) -> None:
-        try:
-            request.compiled_grammar = future.result()
-        except InvalidField as error:
+        error = future.exception()  # not raised: its traceback would hold this frame, and with it the request
+        if isinstance(error, InvalidField):
             self._withdraw(request, "invalid", error.message, field=error.field)
-        else:
-            self._release(request)
+            return
+        request.compiled_grammar = future.result()
+        self._release(request)
 
     def _release(self, request: Request) -> None:
         """Let a request run that was held, if nothing else holds it."""

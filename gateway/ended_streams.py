@@ -15,13 +15,14 @@ from streamkv.protocol import Attached, Keep
 MAX_BYTES: Final = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Ended:
     tenant: str
     remains: Attached
     num_bytes: int
     until_s: float
     """On the loop's clock."""
+    timer: asyncio.TimerHandle | None = None
 
 
 class EndedStreams:
@@ -39,9 +40,9 @@ class EndedStreams:
         ended = _Ended(tenant, remains, _num_bytes(remains), loop.time() + grace_s)
         self._streams[remains.stream_id] = ended
         self._num_bytes += ended.num_bytes
+        ended.timer = loop.call_at(ended.until_s, self._forget, ended)
         while self._num_bytes > self._max_bytes:
             self._forget(next(iter(self._streams.values())))
-        loop.call_at(ended.until_s, self._forget, ended)
 
     def find(self, stream_id: bytes, tenant: str) -> Attached | None:
         """What is kept of its owner's stream."""
@@ -59,6 +60,8 @@ class EndedStreams:
         if ended is not None and self._streams.get(ended.remains.stream_id) is ended:
             del self._streams[ended.remains.stream_id]
             self._num_bytes -= ended.num_bytes
+            if ended.timer is not None:
+                ended.timer.cancel()  # which would hold its bytes until it is due
 
 
 def _num_bytes(remains: Attached) -> int:

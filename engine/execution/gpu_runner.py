@@ -27,7 +27,15 @@ from engine.execution.gpu_copier import GpuBlockCopier
 from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord, StagedStep
 from engine.execution.gpu_memory import CardBytes, GpuMemory, card_bytes, peak_bytes, size_gpu_pool
 from engine.execution.inputs import PromptChunk
-from engine.execution.kv_cache import KvCache, PoolSize, bytes_per_block, resolve_cache_dtype, size_host, size_pool
+from engine.execution.kv_cache import (
+    KvCache,
+    PoolSize,
+    bytes_per_block,
+    resolve_cache_dtype,
+    size_host,
+    size_pool,
+    wanted_length,
+)
 from engine.execution.offload import BlockCopier, CpuBlockCopier
 from engine.execution.pinned_memory import PinnedMemory
 from engine.execution.sampler import SampledRow
@@ -157,6 +165,7 @@ class GpuRunner:
         dtype = resolve_dtype(config.dtype, model_config)
         if model_config.transformers_id and config.quantization != "none":
             raise ConfigError("quantization", f"{model_config.architecture} is computed by transformers; use none")
+        longest = wanted_length(config, model_config)
         cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, device)
         block_bytes = bytes_per_block(model_config, config.block_size, cache_dtype)
         num_host_blocks = size_host(config, block_bytes, 0, available_memory_bytes())
@@ -167,14 +176,17 @@ class GpuRunner:
         head_method = choose_gpu_method(dtype, device, "none", config.deterministic)
         model, _ = load_model(files, dtype, report, method, device, head_method)
         beside.begin_grammars(files, model_config)
-        max_num_tokens = self._token_budget(model_config)
-        longest = config.max_model_len or model_config.max_position_embeddings
+        budget = self._token_budget(model_config)
+        # Without chunks a prompt that is over the budget has a step of its own.
+        max_num_tokens = budget if config.enable_chunked_prefill else max(budget, longest)
+        self._max_num_seqs = min(config.max_num_seqs, budget)  # more never run at once
         self._model = make_gpu_model(
             model, longest, self._max_num_seqs, max_num_tokens, cache_dtype, device, config.deterministic
         )
         if cache_dtype == torch.float8_e4m3fn:
             unscaled = make_gpu_model(model, NUM_TOKENS, 1, NUM_TOKENS, dtype, device, config.deterministic)
             self._measured_scales = measure_kv_scales(unscaled.body, model_config, dtype, device)
+            del unscaled
         self._allocate(model_config, dtype, max_num_tokens, -(-longest // config.block_size))
         pool = self._size_pool(model_config, cache_dtype, block_bytes, max_num_tokens, before, report)
         self._make_cache(model_config, pool.num_blocks, cache_dtype)
@@ -207,7 +219,7 @@ class GpuRunner:
             num_blocks=pool.num_blocks,
             block_size=config.block_size,
             max_model_len=pool.max_model_len,
-            max_num_batched_tokens=max_num_tokens,
+            max_num_batched_tokens=budget,
             block_bytes=block_bytes,
             num_host_blocks=num_host_blocks,
             num_disk_blocks=num_disk_blocks,

@@ -5,7 +5,7 @@ keeps sums of its own. The matrix kernel gives a tile of the weights to the matr
 narrow one; its programs may share the columns of a tile, and the last to arrive sums up the parts in their order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -448,6 +448,19 @@ def choose_skinny_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: t
     return SkinnyTiles(True, 64, 128, 4, 6, 2 if size >= 8192 and num_tiles <= 96 else 1)
 
 
+def within_shared_memory(tiles: SkinnyTiles, num_rows: int, itemsize: int, shared_bytes: int) -> SkinnyTiles:
+    """The matrix kernel's tiles with as many under way as a card with shared_bytes for a program has room for."""
+    rows = max(16, triton.next_power_of_2(num_rows))
+    tile_bytes = (tiles.tile_n + rows) * tiles.tile_k * itemsize
+    most = (shared_bytes - 4096) // tile_bytes + 1  # the one in use is not counted
+    return tiles if tiles.num_stages <= most else replace(tiles, num_stages=max(2, most))
+
+
+@lru_cache
+def _shared_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
 def _choose_vector_tiles(num_rows: int, num_weight_rows: int, size: int, dtype: torch.dtype) -> SkinnyTiles:
     # Many programs with few rows each: what waits for the memory is many warps, not deep loops.
     if dtype.itemsize == 1:
@@ -509,6 +522,8 @@ def skinny_linear(
     _check(x, weight, gated, residual, out, num_out)
     if tiles is None:
         tiles = choose_skinny_tiles(num_rows, num_weight_rows, size, weight.dtype)
+    if tiles.is_matrix and x.is_cuda:
+        tiles = within_shared_memory(tiles, num_rows, x.itemsize, _shared_bytes(x.device))
     signals = can_depend(x.device)
     ahead = tiles.ahead if size >= tiles.ahead + (0 if tiles.is_matrix else tiles.tile_k) else 0
     num_early = _num_processors(x.device) * 64 // tiles.num_warps if ahead else 0

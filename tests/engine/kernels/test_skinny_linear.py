@@ -13,6 +13,7 @@ from engine.kernels.skinny_linear import (
     max_skinny_rows,
     skinny_linear,
     takes_norm,
+    within_shared_memory,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # NumPy's, in the interpreter
@@ -182,3 +183,9 @@ def test_real_shapes_and_dependent_launches(
     for tiles, is_dependent in ((None, False), (None, True), (fetching, True)):
         check(Case(num_rows, tiles, shape=shape, has_norm=True, gated="silu"), device, scratch, is_dependent)
         check(Case(num_rows, tiles, shape=shape, has_residual=True), device, scratch, is_dependent)
+
+
+@pytest.mark.parametrize(("shared_bytes", "num_rows", "wanted"), [(232_448, 64, 6), (101_376, 16, 5), (101_376, 64, 3)])
+def test_so_many_tiles_are_under_way_as_the_card_has_room_for(shared_bytes: int, num_rows: int, wanted: int) -> None:
+    tiles = SkinnyTiles(True, 64, 128, 4, 6)
+    assert within_shared_memory(tiles, num_rows, 2, shared_bytes).num_stages == wanted
