@@ -44,7 +44,8 @@ def resolve_cache_dtype(name: KvCacheDtype, weights_dtype: torch.dtype, device: 
         if name == "fp8":
             raise ConfigError("kv_cache_dtype", "fp8 needs a GPU; a CPU's cache is float32, use auto")
         return CACHE_DTYPE
-    if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if name == "fp8" and has_gpu and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError("kv_cache_dtype", "fp8 needs a GPU of compute capability 8.9 or more; use auto")
     return torch.float8_e4m3fn if name == "fp8" else weights_dtype
 
