@@ -936,7 +936,7 @@ def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> No
             num_left = num_live_objects() - num_before
         finally:
             gc.enable()
-    assert num_left <= 300, "600 were made; the queue and the newest steps remember some of the last ones"
+    assert num_left <= 160, "600 were made; the queue and the newest steps remember some of the last ones"
 
 
 def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:
