@@ -927,9 +927,16 @@ def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> No
         num_before = num_live_objects()
         try:
             for request_id in range(1, 201):
-                sampling = SamplingParams(seed=request_id, max_tokens=10, n=1 + request_id % 3, temperature=1.0)
+                is_aborted = request_id % 4 == 0
+                sampling = SamplingParams(
+                    seed=request_id,
+                    max_tokens=1000 if is_aborted else 10,  # an abort that comes behind the end is answered, too
+                    n=1 + request_id % 3,
+                    temperature=1.0,
+                    ignore_eos=is_aborted,
+                )
                 gateway.send(submission(request_id, [*PROMPT, request_id], sampling=sampling))
-                if request_id % 4 == 0:
+                if is_aborted:
                     gateway.send(Abort(request_id))
                 gateway.wait_end(request_id)
             wait_idle(gateway, engine)
