@@ -76,7 +76,11 @@ def main(argv: Sequence[str]) -> int:
                 heartbeat_s=config.heartbeat_s,
                 silence_s=config.engine_timeout_s,
             )
-            engine = Supervisor(engine_command([*engine_flags, f"--endpoint={endpoint}"]), watch=watch)
+            # It is asked last, when the gateway has drained: what still lives then has nobody to take it up. So it ends
+            # at once, but for its cache, which goes to disk; SIGTERM would let it drain for longer than it is given.
+            engine = Supervisor(
+                engine_command([*engine_flags, f"--endpoint={endpoint}"]), watch=watch, stop_signal=signal.SIGUSR1
+            )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 if config.gateway_workers > 1 and link is None:

@@ -59,14 +59,16 @@ class Supervisor:
         name: str = "engine",
         watch: "Watch | None" = None,
         stop_grace_s: float = 10.0,
+        stop_signal: signal.Signals = signal.SIGTERM,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """command: the child's argument list. name: for messages. watch: tells when it hangs; None: only its end is
-        seen. stop_grace_s: from SIGTERM to SIGKILL."""
+        seen. stop_signal: asks the child to end. stop_grace_s: from it to SIGKILL."""
         self._command = list(command)
         self._name = name
         self._watch = watch
         self._stop_grace_s = stop_grace_s
+        self._stop_signal = stop_signal
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
         self._was_ready = False
@@ -150,11 +152,11 @@ class Supervisor:
             process.kill()
 
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
-        """SIGTERM, then SIGKILL; returns when the child is gone."""
+        """The stop signal, then SIGKILL; returns when the child is gone."""
         if process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+            process.send_signal(self._stop_signal)
         try:
             async with asyncio.timeout(self._stop_grace_s):
                 await process.wait()

@@ -137,6 +137,28 @@ async def test_a_restarted_server_finds_its_prompts_on_disk(tmp_path: Path, sess
     assert cached == [0, num_prompt - 1], running.log.read_text()
 
 
+async def test_a_stream_that_nobody_reads_does_not_hold_up_the_end(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    """The engine is asked last, and would go on for it until it is killed, and its cache would be lost."""
+    kept = tmp_path / "kv"
+    flags = ("--host-kv-memory-gib=0.1", f"--disk-kv-path={kept}", "--shutdown-grace-s=0.5")
+    running = start(tmp_path, *flags)
+    try:
+        await asyncio.to_thread(wait_ready, running)
+        body = chat(SHORT[0], max_tokens=4000, ignore_eos=True, stream=True, attach_grace_s=60)
+        async with session.post(running.url + "/v1/chat/completions", json=body) as response:
+            await response.content.readline()
+            response.close()
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(running.process.wait, 30) == 0, running.log.read_text()
+    finally:
+        running.process.kill()
+        running.process.wait()
+    assert b"killed" not in running.log.read_bytes(), running.log.read_text()
+    assert sum(path.is_file() and path.stat().st_size > 10_000 for path in kept.rglob("*")), "nothing was written"
+
+
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     running = start(tmp_path)
     try:

@@ -2,6 +2,7 @@
 
 import gc
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from streamkv.protocol import (
     Abort,
     Attach,
     Drain,
+    GatewayMessage,
     GetStats,
     Heartbeat,
     Hello,
@@ -958,3 +960,34 @@ def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:
         for _ in range(5):
             gateway.wait_for(Heartbeat)
         assert lulls == [0]
+
+
+def test_a_turn_that_took_its_time_does_not_keep_the_loop_awake() -> None:
+    """A turn ends with the last message that was there, since one before it took so long: whether there is more, it
+    looks at once, not when more has come."""
+    executor = ScriptedExecutor()
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        handle, handled = engine.loop._handle, threading.Event()
+
+        def slow(gateway_id: bytes, message: GatewayMessage) -> None:
+            handle(gateway_id, message)
+            time.sleep(0.05)
+            if isinstance(message, GetStats) and message.query_id == 2:
+                handled.set()
+
+        engine.loop._handle = slow  # type: ignore[method-assign]
+        gateway.send(GetStats(1))
+        gateway.send(GetStats(2))
+        assert handled.wait(10)
+        turns = 0
+        wait = engine.loop._socket.wait
+
+        def counted(timeout_s: float) -> bool:
+            nonlocal turns
+            turns += 1
+            return wait(timeout_s)
+
+        engine.loop._socket.wait = counted  # type: ignore[method-assign]
+        time.sleep(0.3)
+    assert turns < 50, "it looked again and again for messages that were not there"
