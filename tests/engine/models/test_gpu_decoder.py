@@ -16,6 +16,8 @@ from tests.support.tiny_models import CONFIGS, VOCAB_SIZE, PagedSequences, make_
 
 RELATIVE = 1e-4
 """Of the largest logit: float32 with the sums in another order."""
+IN_SHORT = ("qwen2-sliding", "gemma2")
+"""Of the kinds of models, those that `make test` has time for: with biases, windows, norms behind the layer and caps."""
 MAX_NUM_SEQS = 5
 MAX_NUM_TOKENS = 64
 
@@ -85,7 +87,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).abs().max() <= RELATIVE * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
+)
 def test_logits_equal_transformers_in_chunks_and_token_by_token(
     name: str, tmp_path: Path, device: torch.device
 ) -> None:
@@ -101,7 +105,9 @@ def test_logits_equal_transformers_in_chunks_and_token_by_token(
         assert_close(logits, expected[start - 1 : start])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2-sliding", "qwen3", "gemma3"))]
+)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_decodes_and_prompts_of_one_step_do_not_see_each_other(
     name: str, is_deterministic: bool, tmp_path: Path, device: torch.device
