@@ -17,7 +17,7 @@ from tests.support.tiny_models import CONFIGS, VOCAB_SIZE, PagedSequences, make_
 RELATIVE = 1e-4
 """Of the largest logit: float32 with the sums in another order."""
 IN_SHORT = ("qwen2-sliding", "gemma2")
-"""Of the kinds of models, those that `make test` has time for: with biases, windows, norms behind the layer and caps."""
+"""Of the kinds of models, those that `make test` has time for: with biases and windows; with norms behind, and caps."""
 MAX_NUM_SEQS = 5
 MAX_NUM_TOKENS = 64
 
