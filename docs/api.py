@@ -153,7 +153,8 @@ it did not ask for a grace period.
 Every event of a chat or of a completion of one prompt has an `id`. A client that sent `attach_grace_s` (or the header
 `X-Attach-Grace`) and lost its connection gets the rest by repeating the request with the header `Last-Event-ID`, or by
 `GET /v1/streams/{stream_id}` with it; `X-Stream-Id` of the first answer is the stream's id. It gets exactly the events
-that it has not seen, then the live ones. `DELETE /v1/streams/{stream_id}` ends a stream.
+that it has not seen, then the live ones. `DELETE /v1/streams/{stream_id}` ends a stream, and
+nothing of it is kept.
 
 ```sh
 curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\

@@ -2,7 +2,7 @@
 
     python -m engine [flags]        as `streamkv engine`
 
-SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. SIGUSR1
+SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. SIGRTMIN
 ends it now for the sake of a next engine, to which its gateways send their live streams. Exit codes: 0 the end was
 asked for; 1 a fault, starting again may help; 2 these settings or this model cannot run.
 With STREAMKV_EXIT_WITH_PARENT=1 the end of the parent process counts as a SIGTERM.
@@ -37,11 +37,15 @@ from streamkv import config, log
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.log import fields
+from streamkv.process import HAND_OVER_SIGNAL
 
 logger = logging.getLogger(__name__)
 
 _LOG_PROGRESS_EVERY = 25.0
 """Percent of a stage between two log lines."""
+
+_TAKEN = ("out of memory", "busy or unavailable")
+"""What CUDA says where other processes leave no memory, or where the GPU is kept for one."""
 
 
 class LoadingDisplay:
@@ -120,7 +124,15 @@ def make_executor(settings: EngineConfig) -> Executor:
             from engine.execution.gpu_runner import GpuRunner  # Triton, which an engine on a CPU need not have
         except ImportError as error:
             raise ConfigError("device", f"a GPU needs the package triton: install streamkv[gpu] ({error})") from error
-        return GpuRunner(settings, torch.device("cuda", torch.cuda.current_device()))
+        try:
+            return GpuRunner(settings, torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as error:  # the first that asks something of the GPU itself, and not of its driver
+            if not any(sign in str(error) for sign in _TAKEN):
+                raise
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                "device", f"the NVIDIA GPU is taken by other processes ({reason}); end them, or use cpu"
+            ) from error
     for field, is_asked in (
         ("quantization", settings.quantization != "none"),
         ("kv_cache_dtype", settings.kv_cache_dtype != "auto"),
@@ -144,7 +156,7 @@ def _end_on_signals(loop: EngineLoop) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGUSR1, lambda number, frame: loop.hand_over())
+    signal.signal(HAND_OVER_SIGNAL, lambda number, frame: loop.hand_over())
 
 
 def _watch_parent(parent_pid: int) -> None:

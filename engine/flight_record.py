@@ -3,7 +3,9 @@
 A request can be what ends the engine. Who it was shows only in what was in flight at that moment, so the streams of
 each launched step stand in a small file beside the socket, mapped into memory: a write is a copy, and what was written
 is there for the next engine however this one ended. That one names them to the gateways, in Ready. Of ranked choices,
-whose tokens nobody gets before the end, it also tells how far they were: coming further is what clears them.
+whose tokens nobody gets before the end, it also tells how far they were: coming further is what clears them. Only those
+count that these steps compute. One that has ended, or lost its blocks, may be far ahead of them, and would seem to
+stand at one place until they have caught up.
 
     the file:   number of streams 4 | per stream: its id 16, tokens of its ranked choices 4     numbers little-endian
 """
@@ -43,8 +45,8 @@ class FlightRecord:
         self._written: list[Sequence] = []
         """Whose streams stand in the file, whether or not they count."""
         self._num_written = 0
-        self._ranked: list[tuple[int, Request]] = []
-        """Of these, where the number of their tokens stands, and whose."""
+        self._ranked: list[tuple[int, list[Sequence]]] = []
+        """Where the number of a request's ranked tokens stands, and its sequences in flight."""
         self._map: mmap.mmap | None = None
         if path:
             try:
@@ -99,15 +101,25 @@ class FlightRecord:
             self._map[:_COUNT_BYTES] = bytes(_COUNT_BYTES)  # an end between the two writes suspects nobody
             self._map[_COUNT_BYTES : _COUNT_BYTES + len(entries)] = entries
             self._written, self._num_written = sequences, len(requests)
-            self._ranked = [
-                (_COUNT_BYTES + place * _ENTRY_BYTES + STREAM_ID_BYTES, request)
-                for place, request in enumerate(requests)
-                if (sampling := request.sampling).best_of or sampling.beam_width
-            ]
+            self._ranked = _ranked_of(requests, sequences)
         if sequences:
-            for start, request in self._ranked:
-                self._map[start : start + 4] = request.num_ranked_tokens.to_bytes(4, "little")
+            for start, ranked in self._ranked:
+                num_tokens = max([each.num_output for each in ranked])
+                self._map[start : start + 4] = num_tokens.to_bytes(4, "little")
         self._map[:_COUNT_BYTES] = (self._num_written if sequences else 0).to_bytes(_COUNT_BYTES, "little")
+
+
+def _ranked_of(requests: list[Request], sequences: list[Sequence]) -> list[tuple[int, list[Sequence]]]:
+    by_request: dict[Request, tuple[int, list[Sequence]]] = {
+        request: (_COUNT_BYTES + place * _ENTRY_BYTES + STREAM_ID_BYTES, [])
+        for place, request in enumerate(requests)
+        if (sampling := request.sampling).best_of or sampling.beam_width
+    }
+    if by_request:
+        for each in sequences:
+            if (entry := by_request.get(each.request)) is not None:
+                entry[1].append(each)
+    return list(by_request.values())
 
 
 def _streams_of(data: bytes) -> dict[bytes, int]:

@@ -55,7 +55,8 @@ class Inbox:
     def receive(self) -> Iterator[tuple[bytes, GatewayMessage]]:
         """(gateway id, message) of what has come in, at most MAX_MESSAGES_PER_TURN frames, and none after a few
         milliseconds. Does not wait."""
-        until_s = self._clock() + _MAX_TURN_S
+        now_s = self._clock()
+        until_s = now_s + _MAX_TURN_S
         for _ in range(MAX_MESSAGES_PER_TURN):
             received = self._socket.receive()
             if received is None:
@@ -64,10 +65,11 @@ class Inbox:
             gateway_id, frame = received
             message = self._decode(gateway_id, frame)
             if message is not None and self._admit(gateway_id, message):
-                now_s = self.last_heard_s[gateway_id] = self._clock()
+                self.last_heard_s[gateway_id] = now_s
                 yield gateway_id, message
-                if now_s > until_s:
-                    break
+            now_s = self._clock()  # after every frame: those that are refused take their time, too
+            if now_s > until_s:
+                break
         self.has_more = True
 
     def send(self, gateway_id: bytes, message: EngineMessage) -> None:

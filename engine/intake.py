@@ -8,8 +8,8 @@ import msgspec
 
 from engine.sequence import Request
 from streamkv.errors import InvalidField, WireDecodeError
-from streamkv.protocol import STREAM_ID_BYTES, ModelFacts, Submit, TokenLogprobs, unpack_ids
-from streamkv.sampling import SamplingParams
+from streamkv.protocol import STREAM_ID_BYTES, Attached, ModelFacts, Submit, TokenLogprobs, unpack_ids
+from streamkv.sampling import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 
 MAX_GATEWAY_STATE_BYTES: Final = 1024 * 1024
 MAX_REQUEST_ID: Final = 2**31 - 1
@@ -136,3 +136,48 @@ def _checked_finished(submit: Submit) -> list[int]:
     if len(finished) == num_choices:
         raise InvalidField("finished_choices", "names every choice; nothing is left to run")
     return finished
+
+
+def check_remains(remains: Attached) -> None:
+    """Whether it is all of a stream that has ended, with an end for each choice: who attaches to it must come to its
+    end. Raises InvalidField. Looks at lengths, not at each token."""
+    if len(remains.stream_id) != STREAM_ID_BYTES:
+        raise InvalidField("stream_id", f"must have {STREAM_ID_BYTES} bytes, got {len(remains.stream_id)}")
+    if len(remains.gateway_state) > MAX_GATEWAY_STATE_BYTES:
+        text = f"may have {MAX_GATEWAY_STATE_BYTES} bytes, got {len(remains.gateway_state)}"
+        raise InvalidField("gateway_state", text)
+    if remains.from_token:
+        raise InvalidField("from_token", f"must be 0, got {remains.from_token}")
+    num_prompt = _num_packed("prompt_token_ids", remains.prompt_token_ids)
+    if not num_prompt:
+        raise InvalidField("prompt_token_ids", "must hold at least one token")
+    num_choices = len(remains.token_ids)
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise InvalidField("token_ids", f"must be of 1 to {MAX_CHOICES} choices, got {num_choices}")
+    if sorted(end.choice for end in remains.finished) != list(range(num_choices)):
+        ended = sorted(end.choice for end in remains.finished)[: MAX_CHOICES + 1]
+        raise InvalidField("finished", f"must have one end for each of {num_choices} choices, got those of {ended}")
+    if len(remains.logprobs) not in (0, num_choices):
+        raise InvalidField("logprobs", f"must be of none or of {num_choices} choices, got {len(remains.logprobs)}")
+    for choice, packed in enumerate(remains.token_ids):
+        num_tokens = _num_packed("token_ids", packed)
+        if remains.logprobs:
+            _check_lengths(f"logprobs[{choice}]", remains.logprobs[choice], num_tokens)
+    told = remains.prompt_logprobs
+    if told is not None:
+        _check_lengths("prompt_logprobs", told, min(told.num_tokens, num_prompt - 1))
+
+
+def _num_packed(field: str, packed: bytes) -> int:
+    if len(packed) % 4:
+        raise InvalidField(field, f"packed ids come in groups of 4 bytes, got {len(packed)} bytes")
+    return len(packed) // 4
+
+
+def _check_lengths(field: str, values: TokenLogprobs, num_tokens: int) -> None:
+    num_top = values.num_top
+    lengths = len(values.chosen), len(values.top_ids), len(values.top_logprobs)
+    right = 4 * num_tokens, 4 * num_tokens * num_top, 4 * num_tokens * num_top
+    if lengths != right or num_top > MAX_LOGPROBS:
+        text = f"must be 4 bytes for each of {num_tokens} tokens, and at most {MAX_LOGPROBS} likeliest, got {lengths}"
+        raise InvalidField(field, text)

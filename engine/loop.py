@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from engine import figures
@@ -28,17 +29,21 @@ from engine.scheduling.scheduler import Scheduler
 from engine.sequence import SequenceOutput
 from engine.snapshot import Snapshots, record_of
 from engine.stats import EngineStats
+from engine.succession import Succession
 from streamkv.config import EngineConfig
 from streamkv.errors import StreamKVError
 from streamkv.log import fields
+from streamkv.process import EXIT_UNUSABLE
 from streamkv.protocol import (
     WIRE_VERSION,
     Abort,
     Attach,
     Drain,
+    Forget,
     GatewayMessage,
     GetSnapshot,
     GetStats,
+    HandedOver,
     Heartbeat,
     Hello,
     Keep,
@@ -57,15 +62,11 @@ EXIT_ASKED: Final = 0
 """The end was asked for: Drain, SIGTERM, SIGINT."""
 EXIT_FAULT: Final = 1
 """A step, or the loop itself, failed. A new engine may do better; its streams go on there."""
-EXIT_UNUSABLE: Final = 2
-"""These settings or this model cannot run. Starting again does not help."""
 DEFAULT_DRAIN_S: Final = 30.0
 
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
-_LONGEST_BUSY_S: Final = 300.0
-"""Without a lull."""
 _CLOSE_LIMIT_S: Final = 5.0
 """What it may take to close a device that has failed."""
 _FLUSH_LIMIT_S: Final = 4.0
@@ -110,8 +111,7 @@ class EngineLoop:
         """Binds the endpoint. Raises ConfigError.
 
         report: told how far loading is, on the loading thread. on_loaded: called on the loop's when that is over.
-        on_lull: called there when nothing is live any more, or nothing else was for five minutes: the time for what may
-        take a moment.
+        on_lull: called there when nothing is live any more: the time for what would hold up live streams.
         """
         self._config = config
         self._executor = executor
@@ -127,6 +127,9 @@ class EngineLoop:
         self._flight = FlightRecord(flight_record_path(self._socket.endpoint))
         self._publisher = Publisher(self._socket.send)
         self._epoch = secrets.randbits(62) + 1
+        self._succession = Succession(
+            self._epoch, follows=self._flight.is_successor, until_s=clock() + config.gateway_timeout_s
+        )
         self._ready: Ready | None = None
         """What the engine is, once it takes work; the five below stand from then on."""
         self._blocks: BlockManager
@@ -141,9 +144,9 @@ class EngineLoop:
         self._must_end_now = False
         self._is_handing_over = False
         self._is_draining = False
-        self._drain_asked_s = float("inf")
+        self._drain_asked_s = inf
         """Limit of a drain that was asked for and whose time does not yet run."""
-        self._drain_until_s = float("inf")
+        self._drain_until_s = inf
         now_s = clock()
         self._next_heartbeat_s = now_s
         self._progress_s = now_s
@@ -232,7 +235,8 @@ class EngineLoop:
             self._socket.wait(max(0.0, due_s - now_s))
             for gateway_id, message in self._inbox.receive():
                 self._answer_while_loading(gateway_id, message, loader.progress)
-            self._inbox.take_silent(self._config.gateway_timeout_s)
+            for gateway_id in self._inbox.take_silent(self._config.gateway_timeout_s):
+                self._succession.lose(gateway_id)
             if self._is_draining:
                 self._exit_code = EXIT_ASKED
         if self._on_loaded is not None:
@@ -243,6 +247,7 @@ class EngineLoop:
     def _answer_while_loading(self, gateway_id: bytes, message: GatewayMessage, progress: Loading) -> None:
         match message:
             case Hello():
+                self._succession.greet(gateway_id, message.epoch)
                 self._inbox.send(gateway_id, progress)
             case Submit() | Attach() | Abort() | Pause() | Resume():
                 text = f"the engine is not ready: {progress.stage}, {progress.percent:.0f} %"
@@ -253,8 +258,8 @@ class EngineLoop:
                 self._inbox.refuse(gateway_id, "not_ready", f"the engine is not ready: {progress.stage}")
             case Drain():
                 self._exit_code = EXIT_ASKED
-            case Heartbeat() | Keep():
-                pass
+            case Heartbeat() | Keep() | HandedOver() | Forget():
+                pass  # a gateway sends the last three to an engine that is ready
 
     def _begin(self, loader: Loader) -> None:
         """The model is there, or is not to be had."""
@@ -300,7 +305,7 @@ class EngineLoop:
             self._stats,
             self._clock,
             lambda grammar: self._executor.compile_grammar(grammar, self._socket.wake),
-            is_successor=self._flight.is_successor,
+            self._succession,
         )
         self._snapshots = Snapshots(self._stats, self._scheduler, self._blocks, self._publisher, self._clock)
         self._ready = Ready(
@@ -346,7 +351,7 @@ class EngineLoop:
             self._finish_transfers()
             self._look_at_clock()
             self._requests.look_at_suspects()
-            while len(self._in_flight) < self._executor.max_in_flight and (plan := self._scheduler.plan()):
+            while self._clock() >= self._plan_from_s() and (plan := self._scheduler.plan()):
                 self._launch(plan)
             self._start_transfers()
             self._publish()
@@ -361,7 +366,17 @@ class EngineLoop:
             self._requests.next_compile_limit_s,
             self._drain_until_s,
         )
-        return max(0.0, due_s - self._clock())
+        now_s, plan_s = self._clock(), self._plan_from_s()
+        return max(0.0, (min(due_s, plan_s) if plan_s > now_s else due_s) - now_s)
+
+    def _plan_from_s(self) -> float:
+        """When to plan the next step; inf: once the oldest is done."""
+        if not self._in_flight:
+            return 0.0
+        if len(self._in_flight) == self._executor.max_in_flight:
+            return inf
+        launch, span = self._in_flight[-1]
+        return self._latency.plan_next_from_s(max(span.launched_s, self._done_s), launch.plan.load)
 
     def _launch(self, plan: StepPlan) -> None:
         self._stats.batch_size = len(plan.scheduled)
@@ -449,21 +464,21 @@ class EngineLoop:
         if self._heartbeat_if_due(now_s):
             for gateway_id in self._inbox.take_silent(self._config.gateway_timeout_s):
                 self._requests.lose_gateway(gateway_id, now_s)
-            self._rest_in_lull(now_s)
+            self._rest_in_lull()
         self._outputs += self._scheduler.expire()
         for request in self._publisher.expire(now_s):
             self._requests.end(request, "gateway_lost")
-        if self._drain_asked_s < float("inf"):
+        if self._drain_asked_s < inf:
             logger.info("draining", extra=fields(limit_s=self._drain_asked_s, num_live=self._publisher.num_live))
             self._drain_until_s = min(self._drain_until_s, now_s + self._drain_asked_s)
-            self._drain_asked_s = float("inf")
+            self._drain_asked_s = inf
         if now_s >= self._drain_until_s:
             for request in self._publisher.live():
                 self._requests.end(request, "drain")
 
-    def _rest_in_lull(self, now_s: float) -> None:
+    def _rest_in_lull(self) -> None:
         has_stopped = not self._publisher.num_live and not self._in_flight and self._progress_s > self._lull_s
-        if self._on_lull is not None and (has_stopped or now_s > self._lull_s + _LONGEST_BUSY_S):
+        if self._on_lull is not None and has_stopped:
             self._on_lull()
             self._lull_s = self._clock()
 
@@ -507,6 +522,10 @@ class EngineLoop:
                 requests.attach(gateway_id, message)
             case Keep():
                 requests.keep(gateway_id, message)
+            case HandedOver():
+                self._succession.handed_over(gateway_id)
+            case Forget():
+                requests.forget(gateway_id, message)
             case GetStats():
                 self._inbox.send(gateway_id, self._figures(message.query_id))
             case GetSnapshot():
@@ -519,6 +538,7 @@ class EngineLoop:
                     self._inbox.refuse(gateway_id, "undecodable", text)
             case Hello():
                 assert self._ready is not None
+                self._succession.greet(gateway_id, message.epoch)
                 requests.greet(gateway_id)
                 self._inbox.send(gateway_id, self._ready)
 

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from engine.kept_logprobs import KeptLogprobs
@@ -18,6 +19,8 @@ from engine.sequence import Request, SequenceOutput
 from streamkv.errors import InvalidField
 from streamkv.log import fields
 from streamkv.protocol import (
+    KEPT_CHOICE_BYTES,
+    KEPT_STREAM_BYTES,
     Attached,
     EngineMessage,
     Finished,
@@ -74,7 +77,10 @@ class Stream:
 
     @property
     def num_bytes(self) -> int:
-        num_bytes = len(self.gateway_state) + len(self.prompt_token_ids) + sum(map(len, self.ended_tokens.values()))
+        """Of one that has ended: what keeping it takes."""
+        num_bytes = KEPT_STREAM_BYTES + len(self.gateway_state) + len(self.prompt_token_ids) + len(self.tenant)
+        num_bytes += sum([KEPT_CHOICE_BYTES + len(tokens) for tokens in self.ended_tokens.values()])
+        num_bytes += sum([len(end.cause) for end in self.finished.values()])
         return num_bytes + sum([kept.num_bytes for kept in self.logprobs.values()]) + self.num_prompt_logprobs_bytes
 
     @property
@@ -271,6 +277,15 @@ class Publisher:
         del self._streams[request.stream_id]
         self._by_address.pop((request.gateway_id, request.request_id), None)
         self.num_live -= 1
+        _cut_circle(request)
+
+    def keep_nothing(self, stream: Stream) -> None:
+        """A live stream ends soon, and is forgotten with its end."""
+        stream.attach_grace_s = 0.0
+
+    def forget(self, stream: Stream) -> None:
+        """One that has ended is not kept any longer."""
+        self._forget_ended(stream)
 
     def at(self, gateway_id: bytes, request_id: int) -> Stream | None:
         """The live stream of this address."""
@@ -295,7 +310,7 @@ class Publisher:
         stream.request.gateway_id = NO_GATEWAY
         self._expire_at(stream, now_s + stream.attach_grace_s)
 
-    def attach(self, stream: Stream, gateway_id: bytes, request_id: int, from_token: int) -> None:
+    def attach(self, stream: Stream, gateway_id: bytes, request_id: int, from_token: int, now_s: float) -> None:
         """Send the stream's tokens from `from_token` on, and let the further ones go to this address.
 
         The address that had it is told `abort`, cause `attached_elsewhere`. Raises InvalidField for tokens that do
@@ -352,6 +367,7 @@ class Publisher:
                 finished,
                 logprobs,
                 None if stream.prompt_logprobs is None else stream.prompt_logprobs.values_from(0),
+                stream.expires_at_s - now_s if request is None else inf,
             ),
         )
         self._send_counted(gateway_id, StepOutput(self.step, b"", b""))
@@ -446,7 +462,7 @@ class Publisher:
         self.num_live -= 1
         self._by_address.pop((request.gateway_id, request.request_id), None)
         stream.request = None
-        request.sequences = []  # a circle otherwise, which only the garbage collector would find
+        _cut_circle(request)
         if stream.attach_grace_s <= 0:
             del self._streams[stream.stream_id]
         else:
@@ -508,3 +524,9 @@ class Publisher:
         outstanding.frames.append((self.step, len(frame)))
         outstanding.num_bytes += len(frame)
         outstanding.frame_bytes = max(len(frame), outstanding.frame_bytes * 7 // 8)
+
+
+def _cut_circle(request: Request) -> None:
+    """A request and its sequences name each other, and the garbage collector, which alone would find them, seldom
+    runs."""
+    request.sequences = []

@@ -20,8 +20,6 @@ class Quarantine:
         self._suspects: deque[Request] = deque()
         """The first has its turn."""
         self._waiting: list[Request] = []
-        self._aside: set[Request] = set()
-        """Suspects whose turn ended since they stood aside for their readers, before they were cleared."""
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -33,6 +31,7 @@ class Quarantine:
     def take(self, request: Request, runs_alone: bool) -> bool:
         """A new request → whether it is a suspect whose turn has come."""
         if runs_alone:
+            request.is_suspect = True
             self._suspects.append(request)
             return len(self._suspects) == 1
         if self._suspects:
@@ -40,10 +39,10 @@ class Quarantine:
         return False
 
     def take_back(self, request: Request) -> bool:
-        """Its reader reads again → whether it is a suspect still: then it comes last, and has its turn once more."""
-        if request not in self._aside:
+        """Its reader reads again → whether its turn ended before it was cleared: then it comes last, and has its turn
+        once more."""
+        if not request.is_suspect or request.is_finished or request in self._suspects:
             return False
-        self._aside.discard(request)
         self._suspects.append(request)
         return True
 
@@ -54,9 +53,7 @@ class Quarantine:
         if not (_is_cleared(first) or first.is_finished or first.is_paused):
             return None
         self._suspects.popleft()
-        self._aside = {request for request in self._aside if not request.is_finished}
-        if not (_is_cleared(first) or first.is_finished):
-            self._aside.add(first)
+        first.is_suspect = not _is_cleared(first)
         while self._suspects and self._suspects[0].is_finished:
             self._suspects.popleft()
         if self._suspects:

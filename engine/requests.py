@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine.inbox import Inbox
-from engine.intake import MAX_GATEWAY_STATE_BYTES, MAX_REQUEST_ID, to_request
+from engine.intake import MAX_REQUEST_ID, check_remains, to_request
 from engine.publisher import NO_GATEWAY, Publisher, Stream
 from engine.quarantine import Quarantine
 from engine.scheduling.drain import predict_drain_s
@@ -19,10 +19,11 @@ from engine.scheduling.queue import QueueFull
 from engine.scheduling.scheduler import Scheduler
 from engine.sequence import Request, SequenceOutput, SequenceState
 from engine.stats import EngineStats
+from engine.succession import Succession
 from streamkv.config import EngineConfig
 from streamkv.errors import InvalidField
 from streamkv.log import fields
-from streamkv.protocol import STREAM_ID_BYTES, Abort, Attach, Keep, ModelFacts, Pause, Rejected, Resume, Submit
+from streamkv.protocol import Abort, Attach, Forget, Keep, ModelFacts, Pause, Rejected, Resume, Submit
 from streamkv.sampling import Grammar
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,6 @@ _COMPILE_LIMIT_S = 30.0
 """What a grammar may take, the wait for others before it included."""
 _COMPILE_AGAIN_LIMIT_S = 300.0
 """The same for a stream that goes on: it has compiled before, and after an engine's start all do so at once."""
-_SUCCESSION_S = 5.0
-"""So long after its start an engine that follows another may be brought streams by gateways that come a little late."""
 _UNKNOWN_OUTPUT = 128
 """Tokens that a choice is expected to generate while none has ended."""
 
@@ -56,11 +55,9 @@ class Requests:
         stats: EngineStats,
         clock: Callable[[], float],
         compile_grammar: Callable[[Grammar], Future[object]],
-        *,
-        is_successor: bool = False,
+        succession: Succession,
     ) -> None:
-        """compile_grammar: as Executor's; it wakes the loop, which then calls take_compiled. is_successor: an engine
-        ran here before."""
+        """compile_grammar: as Executor's; it wakes the loop, which then calls take_compiled."""
         self._config = config
         self._model = model
         self._scheduler = scheduler
@@ -72,7 +69,7 @@ class Requests:
         self._clock = clock
         self._compile_grammar = compile_grammar
         self._quarantine = Quarantine()
-        self._succession_s = clock() + _SUCCESSION_S if is_successor else 0.0
+        self._succession = succession
         self._compiling: list[tuple[Request, Future[object], float]] = []
         """Held until their grammars are there, with the time until which they may be."""
         self.ended: list[SequenceOutput] = []
@@ -234,10 +231,10 @@ class Requests:
     def attach(self, gateway_id: bytes, attach: Attach) -> None:
         """A stream without a grace period can be taken up again by its own gateway only, while it lives."""
         stream = self._publisher.find(attach.stream_id)
-        is_own = stream is not None and stream.request is not None and stream.request.gateway_id == gateway_id
-        if stream is None or stream.tenant != attach.tenant or not (stream.attach_grace_s > 0 or is_own):
+        now_s = self._clock()
+        if stream is None or not _may_have(gateway_id, stream, attach.tenant):
             text = "no such stream, or it may not be attached to"
-            may_come = stream is None and self._clock() < self._succession_s
+            may_come = stream is None and self._succession.may_bring(now_s)
             retry_after_s = _SHORTEST_RETRY_S if may_come else 0.0
             self._reject(gateway_id, attach.request_id, "unknown_stream", text, retry_after_s=retry_after_s)
             return
@@ -249,7 +246,7 @@ class Requests:
             self._reject(gateway_id, attach.request_id, "duplicate", f"request_id {attach.request_id} is in use")
             return
         try:
-            self._publisher.attach(stream, gateway_id, attach.request_id, attach.from_token)
+            self._publisher.attach(stream, gateway_id, attach.request_id, attach.from_token, now_s)
         except InvalidField as error:
             self._reject(gateway_id, attach.request_id, "invalid", error.message, field=error.field)
             return
@@ -259,17 +256,25 @@ class Requests:
 
     def keep(self, gateway_id: bytes, keep: Keep) -> None:
         """Its gateway had a stream's end from the engine before this one."""
-        remains, grace_s = keep.remains, min(keep.grace_s, self._config.max_attach_grace_s)
-        num_choices = len(remains.token_ids)
-        is_whole = len(remains.stream_id) == STREAM_ID_BYTES and remains.from_token == 0
-        are_choices = all(0 <= end.choice < num_choices for end in remains.finished) and len(remains.logprobs) in (
-            0,
-            num_choices,
-        )
-        if not (is_whole and are_choices and len(remains.gateway_state) <= MAX_GATEWAY_STATE_BYTES):
-            self._inbox.refuse(gateway_id, "undecodable", "Keep.remains is not the whole of a stream")
-        elif grace_s > 0:  # false for NaN, too
-            self._publisher.keep(remains, keep.tenant, grace_s, self._clock())
+        try:
+            check_remains(keep.remains)
+        except InvalidField as error:
+            self._inbox.refuse(gateway_id, "undecodable", f"Keep.remains is not a whole stream: {error}")
+            return
+        grace_s = min(keep.grace_s, self._config.max_attach_grace_s)
+        if grace_s > 0:  # false for NaN, too
+            self._publisher.keep(keep.remains, keep.tenant, grace_s, self._clock())
+
+    def forget(self, gateway_id: bytes, forget: Forget) -> None:
+        """Its owner wants nothing of it to be left, here or with any gateway."""
+        stream = self._publisher.find(forget.stream_id)
+        if stream is not None and _may_have(gateway_id, stream, forget.tenant):
+            if stream.request is not None:
+                self._publisher.keep_nothing(stream)
+                self.end(stream.request, "cancelled")
+            else:
+                self._publisher.forget(stream)
+        self._inbox.send_all(forget)
 
     def greet(self, gateway_id: bytes) -> None:
         """A gateway has said Hello: what was on its way over an older connection is not waited for."""
@@ -280,6 +285,7 @@ class Requests:
     def lose_gateway(self, gateway_id: bytes, now_s: float) -> None:
         """It was silent for too long: its streams go on without it if somebody may come for them, else they end."""
         requests = self._publisher.live(gateway_id)
+        self._succession.lose(gateway_id)
         logger.warning("gateway lost", extra=fields(gateway_id=gateway_id, num_live=len(requests)))
         self._stats.counters["gateways_lost_total"] += 1
         self._over_limit.discard(gateway_id)
@@ -347,3 +353,9 @@ class Requests:
                 self._reconsider_all()  # where it is the first one's turn
             else:
                 self._scheduler.resume(request)
+
+
+def _may_have(gateway_id: bytes, stream: Stream, tenant: str) -> bool:
+    """Whether a tenant, by way of this gateway, may take up a stream or end it."""
+    is_own = stream.request is not None and stream.request.gateway_id == gateway_id
+    return stream.tenant == tenant and (stream.attach_grace_s > 0 or is_own)

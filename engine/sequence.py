@@ -115,6 +115,8 @@ class Request:
     tells_prompt: bool = False
     """Log probabilities of the prompt are asked for, and no step has yet computed its last token: until then whoever
     computes it does so from the first one, whatever is cached. Kept by the scheduler."""
+    is_suspect: bool = False
+    """It may be what ends the engine, and runs alone before it runs with others. Kept by the quarantine."""
     cleared_past: int = 0
     """Where its choices are ranked: it may be what ends the engine until they have more tokens."""
     shares_prefix: bool = False

@@ -40,6 +40,7 @@ from streamkv import log
 from streamkv.config import GatewayConfig, exit_with, load
 from streamkv.errors import ConfigError, StreamKVError
 from streamkv.model_files import resolve
+from streamkv.process import HAND_OVER_SIGNAL
 from streamkv.transport import default_endpoint, flight_record_path, load_curve_keys
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             # It is asked last, when the gateway has drained: what still lives then has nobody to take it up. So it ends
             # at once, but for its cache, which goes to disk; SIGTERM would let it drain for longer than it is given.
             engine = Supervisor(
-                engine_command([*engine_flags, f"--endpoint={endpoint}"]), watch=watch, stop_signal=signal.SIGUSR1
+                engine_command([*engine_flags, f"--endpoint={endpoint}"]), watch=watch, stop_signal=HAND_OVER_SIGNAL
             )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:

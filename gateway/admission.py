@@ -31,6 +31,8 @@ class Admission:
         self.is_draining = False
         self.turnstile = Turnstile()
         """What begins something passes it first."""
+        self.refusals = Turnstile()
+        """What is refused for want of an API key passes this one."""
         self.num_waiting = self.num_waiting_tokens = 0
         self.shed: Counter[str] = Counter()
         """Requests that were turned away here, by reason."""

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from gateway import keys
 from gateway.access_log import AccessLog
 from gateway.admission import Admission
-from gateway.auth import ApiKeys, Caller
+from gateway.auth import ApiKeys, Caller, Unauthorized
 from gateway.bounded_writer import Outbox
 from gateway.connection import CountedConnection
 from gateway.cors import Cors
@@ -221,10 +221,21 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 @web.middleware
 async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Who asks; nobody learns without a key which paths there are. Raises Unauthorized."""
+    """Who asks; nobody learns without a key which paths there are. Raises Unauthorized.
+
+    Of a flood a few requests are taken in for each turn of the loop, and a few without a key are refused: neither take
+    the places of the others. A body is read behind that.
+    """
     resource = request.match_info.route.resource
+    admission = request.app[keys.ADMISSION]
     if resource is None or resource.canonical not in OPEN_PATHS:
-        request[keys.CALLER] = request.app[keys.API_KEYS].authenticate(request.headers)
+        try:
+            request[keys.CALLER] = request.app[keys.API_KEYS].authenticate(request.headers)
+        except Unauthorized:
+            await admission.refusals.enter()
+            raise
+    if request.method == "POST":
+        await admission.turnstile.enter()
     return await handler(request)
 
 

@@ -91,11 +91,18 @@ class Cursor(msgspec.Struct, frozen=True):
                     self.field, f"is at token {num_told} of choice {choice}, which has {num_here} so far"
                 )
 
-    def check_ends(self, has_ended: Sequence[bool]) -> None:
-        """Raises InvalidField when it has the end of a choice that goes on."""
-        for choice, is_over in enumerate(has_ended):
-            if self.mark(choice).ends and not is_over:
+    def check_ends(self, has_ended: Sequence[bool], ends_at: Sequence[int | None]) -> None:
+        """Raises InvalidField when it has the end of a choice that goes on, or has it at another token. ends_at: the
+        number of tokens with which a choice ended; None where different clients may have been told different ones."""
+        for choice, (is_over, num_at_end) in enumerate(zip(has_ended, ends_at, strict=True)):
+            mark = self.mark(choice)
+            if mark.ends and not is_over:
                 raise InvalidField(self.field, f"has the end of choice {choice}, which has not ended")
+            num_told = mark.num_tokens + mark.num_more
+            if mark.ends and num_at_end is not None and num_told != num_at_end:
+                raise InvalidField(
+                    self.field, f"has the end of choice {choice} at token {num_told}, but it came at {num_at_end}"
+                )
 
 
 FROM_START: Final = Cursor(is_for_all=True)
@@ -246,6 +253,8 @@ class Bookmark(Generic[Event]):
                 self._place(choice, b"%b.%d" % (group, number), event)
             else:
                 self._place(choice, b"%de" % num_tokens if self._ends else b"%d" % num_tokens, event)
+        if num_tokens > self._known.mark(choice).num_tokens:
+            self._num_to_pass[choice] = 0  # whoever says that it has more events than there are loses no later ones
         self._choice = -1
         self._group = []
         self._ends = self._is_known = False

@@ -6,11 +6,12 @@ that the client may come back at another gateway, too.
 """
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from streamkv.protocol import Attached, Keep
+import msgspec
+
+from streamkv.protocol import KEPT_CHOICE_BYTES, KEPT_STREAM_BYTES, Attached, Keep
 
 MAX_BYTES: Final = 64 * 1024 * 1024
 
@@ -34,10 +35,15 @@ class EndedStreams:
         self._streams: dict[bytes, _Ended] = {}
 
     def keep(self, remains: Attached, tenant: str, grace_s: float) -> None:
-        """remains: all of it, as the engine would tell it. Replaces what was kept of the same stream."""
-        self._forget(self._streams.get(remains.stream_id))
+        """remains: all of it, as the engine would tell it. Replaces what was kept of the same stream, but not for
+        longer: a stream ends once, however often it is read again."""
+        old = self._streams.get(remains.stream_id)
+        self._forget(old)
         loop = asyncio.get_running_loop()
-        ended = _Ended(tenant, remains, _num_bytes(remains), loop.time() + grace_s)
+        until_s = loop.time() + grace_s
+        if old is not None:
+            until_s = min(until_s, old.until_s)
+        ended = _Ended(tenant, remains, _num_bytes(remains) + len(tenant), until_s)
         self._streams[remains.stream_id] = ended
         self._num_bytes += ended.num_bytes
         ended.timer = loop.call_at(ended.until_s, self._forget, ended)
@@ -45,15 +51,26 @@ class EndedStreams:
             self._forget(next(iter(self._streams.values())))
 
     def find(self, stream_id: bytes, tenant: str) -> Attached | None:
-        """What is kept of its owner's stream."""
+        """What is kept of its owner's stream, and for how long still."""
         ended = self._streams.get(stream_id)
-        return ended.remains if ended is not None and ended.tenant == tenant else None
+        if ended is None or ended.tenant != tenant:
+            return None
+        return msgspec.structs.replace(ended.remains, kept_s=_rest_s(ended))
 
-    def for_next_engine(self) -> Iterator[Keep]:
-        """All that is kept, for as long as it is kept here. From the running loop."""
-        now_s = asyncio.get_running_loop().time()
-        for ended in self._streams.values():
-            yield Keep(ended.remains, ended.tenant, max(0.0, ended.until_s - now_s))
+    def drop(self, stream_id: bytes, tenant: str) -> None:
+        """Its owner wants nothing of it to be left."""
+        ended = self._streams.get(stream_id)
+        if ended is not None and ended.tenant == tenant:
+            self._forget(ended)
+
+    @property
+    def stream_ids(self) -> list[bytes]:
+        return list(self._streams)
+
+    def for_next_engine(self, stream_id: bytes) -> Keep | None:
+        """What is kept of a stream, for as long as it is kept here. From the running loop."""
+        ended = self._streams.get(stream_id)
+        return Keep(ended.remains, ended.tenant, _rest_s(ended)) if ended is not None else None
 
     def _forget(self, ended: _Ended | None) -> None:
         """Harmless for one that is gone, or that another has taken the place of."""
@@ -64,7 +81,14 @@ class EndedStreams:
                 ended.timer.cancel()  # which would hold its bytes until it is due
 
 
+def _rest_s(ended: _Ended) -> float:
+    return max(0.0, ended.until_s - asyncio.get_running_loop().time())
+
+
 def _num_bytes(remains: Attached) -> int:
+    """What keeping it takes; as the engine counts it, too."""
     of_prompt = [remains.prompt_logprobs] if remains.prompt_logprobs is not None else []
-    logprobs = sum(values.num_bytes for values in [*remains.logprobs, *of_prompt])
-    return len(remains.gateway_state) + len(remains.prompt_token_ids) + sum(map(len, remains.token_ids)) + logprobs
+    num_bytes = KEPT_STREAM_BYTES + len(remains.gateway_state) + len(remains.prompt_token_ids)
+    num_bytes += sum([KEPT_CHOICE_BYTES + len(tokens) for tokens in remains.token_ids])
+    num_bytes += sum([len(end.cause) for end in remains.finished])
+    return num_bytes + sum([values.num_bytes for values in [*remains.logprobs, *of_prompt]])

@@ -13,6 +13,7 @@ import asyncio
 import enum
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -26,8 +27,10 @@ from streamkv.protocol import (
     Attached,
     EngineMessage,
     Finished,
+    Forget,
     GetSnapshot,
     GetStats,
+    HandedOver,
     Heartbeat,
     Hello,
     Loading,
@@ -53,6 +56,11 @@ ACK_BYTES: Final = 64 * 1024
 """Output received since the last heartbeat that makes the next one due at once: far under a quarter of any sensible
 max_unacked_bytes, so that the engine never waits for us."""
 _MAX_REQUEST_ID: Final = 2**31 - 1
+_GIVEN_PER_TURN: Final = 100
+"""Ended streams that a new engine is given in one turn of the loop, which takes a few milliseconds; and the bytes of
+them after which it's the next one's turn."""
+_GIVEN_BYTES_PER_TURN: Final = 1024 * 1024
+_GIVE_AGAIN_S: Final = 0.1
 
 
 class EngineUnavailable(StreamKVError):
@@ -183,6 +191,11 @@ class EngineClient:
         """Attached on a client's behalf: there is nothing to submit again before the answer."""
         self._unsent_aborts: dict[int, str] = {}
         """Causes by request id: ended here while the connection to their engine was broken."""
+        self._unsent_forgets: list[Forget] = []
+        """As for these."""
+        self._given_epoch = 0
+        """The engine life that was given all that had ended."""
+        self._giving: asyncio.Handle | None = None
         self._stats_queries: dict[int, asyncio.Future[Stats]] = {}
         self._snapshot_queries: dict[int, asyncio.Future[Snapshot]] = {}
         self._ready_event = asyncio.Event()
@@ -205,6 +218,8 @@ class EngineClient:
         """Drop the connection. Live requests are not told; whoever owns them ends them first."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._giving is not None:
+            self._giving.cancel()
         for future in self._stats_queries.values():
             future.cancel()
         for asked in self._snapshot_queries.values():
@@ -261,6 +276,13 @@ class EngineClient:
         request_id = self._id_by_sink.get(sink, 0)
         if request_id:
             self._socket.send(encode(Abort(request_id, cause, choice)))
+
+    def forget(self, stream_id: bytes, tenant: str) -> None:
+        """End a stream, live or not, and have nobody keep any of it: no gateway, and neither this engine nor a next."""
+        self.ended.drop(stream_id, tenant)
+        forget = Forget(stream_id, tenant)
+        if not self._socket.send(encode(forget)):
+            self._unsent_forgets.append(forget)
 
     def release(self, sink: Sink) -> None:
         """Forget a request that goes on in the engine: somebody attaches to it."""
@@ -511,6 +533,8 @@ class EngineClient:
                 asked = self._snapshot_queries.get(message.query_id)
                 if asked is not None and not asked.done():
                     asked.set_result(message)
+            case Forget():
+                self.ended.drop(message.stream_id, message.tenant)
             case WireError():
                 self._on_wire_error(message)
 
@@ -526,6 +550,9 @@ class EngineClient:
             for request_id, cause in self._unsent_aborts.items():
                 self._socket.send(encode(Abort(request_id, cause)))
         self._unsent_aborts.clear()
+        for forget in self._unsent_forgets:
+            self._socket.send(encode(forget))
+        self._unsent_forgets.clear()
         unsent, self._unsent = self._unsent, set()
         suspects = dict.fromkeys(ready.suspects, 0) | dict(zip(ready.suspects, ready.suspects_tokens, strict=False))
         for sink in list(self._id_by_sink):
@@ -540,14 +567,35 @@ class EngineClient:
             elif self._needs_attach:
                 self._send_attach(sink)
         self._needs_attach = False
-        if is_new:
-            self._send_ended()
+        if self._given_epoch != ready.epoch:  # also one that was given a part, before the connection broke
+            if self._giving is not None:
+                self._giving.cancel()
+            self._give(ready.epoch, deque(self.ended.stream_ids))
 
-    def _send_ended(self) -> None:
-        for keep in self.ended.for_next_engine():
-            frame = encode(keep)
-            if len(frame) <= MAX_FRAME_BYTES:
-                self._socket.send(frame)
+    def _give(self, epoch: int, stream_ids: deque[bytes]) -> None:
+        """Give the engine what has ended, and say when that is all. Goes on in the next turn of the loop, or later with
+        what could not be sent; when the engine is lost it begins again with the next Ready."""
+        self._giving = None
+        assert self._loop is not None
+        if self.state is not EngineState.READY or self.ready is None or self.ready.epoch != epoch:
+            return
+        num_bytes = num_given = 0
+        while stream_ids and num_given < _GIVEN_PER_TURN and num_bytes < _GIVEN_BYTES_PER_TURN:
+            keep = self.ended.for_next_engine(stream_ids[0])
+            frame = encode(keep) if keep is not None else b""
+            if 0 < len(frame) <= MAX_FRAME_BYTES and not self._socket.send(frame):
+                break
+            stream_ids.popleft()
+            num_bytes += len(frame)
+            num_given += 1
+        else:
+            if stream_ids:
+                self._giving = self._loop.call_soon(self._give, epoch, stream_ids)
+                return
+            if self._socket.send(encode(HandedOver())):
+                self._given_epoch = epoch
+                return
+        self._giving = self._loop.call_later(_GIVE_AGAIN_S, self._give, epoch, stream_ids)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sink = self._sinks.get(rejected.request_id)
@@ -619,7 +667,7 @@ class EngineClient:
         self._socket.send(encode(Heartbeat(self._last_step, self.ready.epoch if self.ready is not None else 0)))
 
     def _send_hello(self) -> None:
-        self._socket.send(encode(Hello(WIRE_VERSION, self._gateway_id)))
+        self._socket.send(encode(Hello(WIRE_VERSION, self._gateway_id, self._given_epoch)))
 
     def _set_state(self, state: EngineState) -> None:
         if state is self.state and state is not EngineState.LOADING:

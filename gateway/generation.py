@@ -30,7 +30,7 @@ from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
 from streamkv.log import fields
-from streamkv.protocol import Attached
+from streamkv.protocol import Attached, Finished
 
 logger = logging.getLogger(__name__)
 
@@ -330,14 +330,15 @@ class Generation:
         return stream
 
     async def cancel(self, stream_id: bytes, caller: Caller) -> None:
-        """End a caller's live stream, wherever it is; harmless for one that has ended and can still be attached to.
-        Raises EngineUnavailable, UnknownStream."""
+        """End a caller's stream, wherever it is, and keep nothing of it, also of one that had ended before. Raises
+        EngineUnavailable, UnknownStream."""
         stream = self._live.get(stream_id)
         if stream is None or stream.tenant != caller.name or stream.state is None:
             stream = await self.attach(stream_id, FROM_START, NoOutlet(), caller)
-        if stream.failure is not None:
-            raise stream.failure
+        if stream.failure is not None and stream.state is None:
+            raise stream.failure  # it was not found
         stream.cancel("cancelled")
+        self._engine.forget(stream_id, caller.name)
 
     def _new_stream(
         self,
@@ -447,7 +448,8 @@ class Generation:
         metrics.num_output_tokens += max(0, num_output - stream.num_inherited)
         state = stream.state
         if state is not None and state.attach_grace_s and stream.has_ended_by_itself:
-            self._engine.ended.keep(stream.remains(), stream.tenant, state.attach_grace_s)
+            grace_s = min(state.attach_grace_s, stream.kept_until_s - asyncio.get_running_loop().time())
+            self._engine.ended.keep(_with_all_ends(stream.remains()), stream.tenant, grace_s)
         reason = stream.endings[0].finish_reason if stream.endings else "error"
         cause = stream.endings[0].cause if stream.endings else ""
         metrics.outcomes[reason] += 1
@@ -473,3 +475,12 @@ class Generation:
                 seconds=times.ended - times.arrived,
             ),
         )
+
+
+def _with_all_ends(remains: Attached) -> Attached:
+    """Choices that ended at a stop string did so here, and the engine was asked to abort them: with the ends that it
+    would tell of."""
+    known = {end.choice for end in remains.finished}
+    others = [choice for choice in range(len(remains.token_ids)) if choice not in known]
+    stopped = [Finished(0, choice, "abort", "stop_string") for choice in others]
+    return msgspec.structs.replace(remains, finished=[*remains.finished, *stopped])

@@ -45,8 +45,6 @@ async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
     record = request[keys.RECORD] = reception.arrive(request.method[:32], route_of(request), request.headers)
     status = CLIENT_GONE
     try:
-        if request.method == "POST":
-            await request.app[keys.ADMISSION].turnstile.enter()
         preflight = request.app[keys.CORS].preflight_headers(request.method, request.headers)
         response = await handler(request) if preflight is None else web.Response(status=204, headers=preflight)
         status = response.status

@@ -8,6 +8,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.engine_client import EngineClient, EngineUnavailable
 from gateway.logprobs import LogprobForms, LogprobStore
 from gateway.parsers.answer_parser import Parsing
+from gateway.suspicion import UNSUSPECTED, Suspicion
 from gateway.tokenizer import Tokenizer, json_inside
 from streamkv.errors import InvalidField, StreamKVError
 from streamkv.protocol import (
@@ -32,12 +34,6 @@ from streamkv.protocol import (
 )
 from streamkv.sampling import SamplingParams
 
-MAX_ENGINE_DEATHS: Final = 3
-"""A stream that the engine was computing at so many of its ends, and that got no token between them, is failed: it is
-what ends it. At the last but one it is run alone before."""
-MAX_DEATHS_BEHIND: Final = 8
-"""Ends of the engine in a row that do not count, since ranked choices had been further before without one."""
-_STEPS_IN_FLIGHT: Final = 2
 _OWN_ENDS: Final = ("stop", "length")
 """Reasons for which a choice ends by itself, and so has had its prompt."""
 
@@ -99,6 +95,8 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     """Log probabilities are told of `token_id:17` instead of a token's text."""
     parsing: Parsing | None = None
     """What is to be found in the text; None: nothing, it goes out as it is."""
+    suspicion: Suspicion = UNSUSPECTED
+    """As it was when this was written: the gateway that has the stream knows better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,15 +251,16 @@ class Stream:
         self._num_open = 0
         self._stopped: list[int] = []
         """Choices that ended here, by a stop string, and go on in the engine, which has not been told."""
-        self._num_deaths = 0
-        """Ends of the engine since its newest token, at which it was being computed, and may be what ended it."""
-        self._num_deaths_behind = 0
-        self._num_tokens_at_death = -1
+        self._suspicion = UNSUSPECTED
+        self._deaths_before_state: list[int] = []
+        """Places at which the engine ended that had not yet said what it is."""
         self._is_done = False
         self._reasons_to_pause: set[str] = set()
         self.failure: StreamKVError | None = None
         self.refusal: InvalidField | None = None
         """What is wrong with `known`. The stream goes on, and its outlet is told nothing."""
+        self.kept_until_s = inf
+        """Loop time until which its end is kept, where it had ended before it was taken up."""
         self.times = StreamTimes(arrived)
         loop = asyncio.get_running_loop()
         self.started: asyncio.Future[None] = loop.create_future()
@@ -280,6 +279,7 @@ class Stream:
 
     def _take_state(self, state: StreamState, prompt: bytes, prompt_token_ids: Sequence[int]) -> None:
         self._state = state
+        self._suspicion = state.suspicion
         self._prompt = prompt
         self.num_prompt = len(prompt_token_ids)
         if state.echo and self._echo_text is None:
@@ -366,19 +366,18 @@ class Stream:
     def submission(self, request_id: int) -> Submit | None:
         state = self._state
         assert state is not None
-        if self._num_tokens > self._num_tokens_at_death:
-            self._num_deaths = 0
-        if self._num_deaths >= MAX_ENGINE_DEATHS:
-            self._fail(EngineFault(f"the engine ended {MAX_ENGINE_DEATHS} times while it worked on this request"))
+        self._clear_by_tokens()
+        if self._suspicion.is_guilty:
+            num_deaths = self._suspicion.num_deaths
+            self._fail(EngineFault(f"the engine ended {num_deaths} times while it worked on this request"))
             return None
         has_prior = any(choice.token_ids for choice in self._choices)
-        ended = tuple(choice.finished for choice in self._choices if choice.finished is not None)
         return Submit(
             request_id=request_id,
             stream_id=self._stream_id,
             prompt_token_ids=self._prompt,
             sampling=state.sampling,
-            gateway_state=msgspec.msgpack.encode(msgspec.structs.replace(state, ended=ended)),
+            gateway_state=self._packed_state(),
             prior_token_ids=[pack_ids(choice.token_ids) for choice in self._choices] if has_prior else [],
             finished_choices=[choice.index for choice in self._choices if choice.ending is not None],
             priority=state.priority,
@@ -388,9 +387,15 @@ class Stream:
             label=state.label,
             shares_prefix=state.shares_prefix,
             prior_logprobs=self._prior_logprobs() if has_prior and self._wants_logprobs else [],
-            runs_alone=self._num_deaths == MAX_ENGINE_DEATHS - 1,
-            ranked_tokens=max(0, self._num_tokens_at_death) if state.sampling.ranks_choices else 0,
+            runs_alone=self._suspicion.runs_alone,
+            ranked_tokens=self._suspicion.cleared_past if state.sampling.ranks_choices else 0,
         )
+
+    def _packed_state(self) -> bytes:
+        """Once it has one."""
+        assert self._state is not None
+        ended = tuple(choice.finished for choice in self._choices if choice.finished is not None)
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._state, ended=ended, suspicion=self._suspicion))
 
     def _prior_logprobs(self) -> list[TokenLogprobs]:
         for choice in self._choices:
@@ -400,16 +405,16 @@ class Stream:
     # What the wire brings
 
     def suspected(self, num_ranked_tokens: int) -> None:
-        """No token comes of ranked choices before their end, and they begin again in each engine. What ends one does so
-        at the same place each time; where they have been past it they did not."""
-        num_tokens = max(self._num_tokens, num_ranked_tokens)
-        if num_tokens > self._num_tokens_at_death:
-            self._num_deaths, self._num_deaths_behind = 1, 0
-        elif num_tokens < self._num_tokens_at_death - _STEPS_IN_FLIGHT and self._num_deaths_behind < MAX_DEATHS_BEHIND:
-            self._num_deaths_behind += 1
-        else:
-            self._num_deaths += 1
-        self._num_tokens_at_death = max(num_tokens, self._num_tokens_at_death)
+        if self._state is None:
+            self._deaths_before_state.append(num_ranked_tokens)
+            return
+        self._clear_by_tokens()
+        self._suspicion = self._suspicion.after_death(max(self._num_tokens, num_ranked_tokens))
+
+    def _clear_by_tokens(self) -> None:
+        """Of ranked choices none come before their end."""
+        if self._num_tokens > self._suspicion.furthest:
+            self._suspicion = UNSUSPECTED
 
     def hit(self, num_cached_tokens: int) -> None:
         self.num_cached = max(self.num_cached, num_cached_tokens)
@@ -503,16 +508,17 @@ class Stream:
         self._inherits = None
         self.attached(remains)
         if not self._is_done:
+            for num_ranked_tokens in self._deaths_before_state:
+                self.suspected(num_ranked_tokens)
             self._engine.submit(self)
 
     def remains(self) -> Attached:
         """What it has, as the engine would tell it. Once it has a state."""
         finished = [choice.finished for choice in self._choices if choice.finished is not None]
-        assert self._state is not None
         return Attached(
             request_id=0,
             stream_id=self._stream_id,
-            gateway_state=msgspec.msgpack.encode(msgspec.structs.replace(self._state, ended=tuple(finished))),
+            gateway_state=self._packed_state(),
             prompt_token_ids=self._prompt,
             from_token=0,
             token_ids=[pack_ids(choice.token_ids) for choice in self._choices],
@@ -523,6 +529,7 @@ class Stream:
 
     def attached(self, attached: Attached) -> None:
         old, self._inherits = self._inherits, None
+        self.kept_until_s = min(self.kept_until_s, asyncio.get_running_loop().time() + attached.kept_s)
         is_new = self._state is None
         if self._state is None:
             try:
@@ -592,12 +599,17 @@ class Stream:
         return token_ids[start:]
 
     def _check_ends(self) -> None:
-        """Before anything of it goes out: what the client has the end of must have ended."""
+        """Before anything of it goes out: what the client has must be there, and what it has the end of have ended."""
         for choice in self._choices:
             if choice.gathered:
                 self._take_tokens(choice, None)
         try:
-            self._known.check_ends([choice.ending is not None for choice in self._choices])
+            self._known.check_tokens([_num_shown(choice) for choice in self._choices])  # none behind a stop string
+            self._known.check_ends(
+                [choice.ending is not None for choice in self._choices],
+                # One that was broken off may have more tokens in the engine than its client had been sent
+                [_num_shown(choice) if _ends_by_itself(choice) else None for choice in self._choices],
+            )
         except InvalidField as error:
             self._refuse(error)
 
@@ -734,7 +746,7 @@ class Stream:
         """Whether it has come as far as a client says. Raises InvalidField."""
         if self._choices:
             known.check_choices(len(self._choices))
-            known.check_tokens([len(choice.token_ids) for choice in self._choices])
+            known.check_tokens([_num_shown(choice) for choice in self._choices])
 
     def let_go(self) -> None:
         """It ends here, and nobody is told; it goes on in the engine, and somebody may attach to it."""
@@ -807,6 +819,10 @@ class Stream:
     def redirect(self, outlet: Outlet) -> None:
         """Send what comes from now on elsewhere."""
         self._outlet = outlet
+
+
+def _ends_by_itself(choice: _Choice) -> bool:
+    return choice.ending is not None and choice.ending.finish_reason in _OWN_ENDS
 
 
 def _num_shown(choice: _Choice) -> int:

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from streamkv.errors import StreamKVError
 from streamkv.log import fields
+from streamkv.process import EXIT_UNUSABLE, HAND_OVER_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,8 @@ HEALTHY_S: Final = 60.0
 MAX_FAILED_STARTS: Final = 5
 """Ends in a row without having been ready, after which the supervisor gives up."""
 RESTART_SIGNAL: Final = signal.SIGUSR1
-"""Asks a server, or a supervisor, for a new engine, and the engine to make room for it. Not SIGHUP, which also comes
-when a terminal is closed, and then means the end."""
-EXIT_USAGE: Final = 2
-"""The engine's exit code for settings or a model that no restart can mend."""
+"""Asks a server, or a supervisor, for a new engine. Not SIGHUP, which also comes when a terminal is closed, and then
+means the end."""
 
 
 class ChildFailed(StreamKVError):
@@ -93,7 +92,7 @@ class Supervisor:
             self._ready_at = self._clock()
 
     async def run(self) -> None:
-        """Keep a child running. Raises ChildFailed when it ends with EXIT_USAGE before it was ready, or has failed
+        """Keep a child running. Raises ChildFailed when it ends with EXIT_UNUSABLE before it was ready, or has failed
         to start MAX_FAILED_STARTS times in a row. When cancelled, the child has ended before this returns."""
         num_failed = 0
         backoff_s = FIRST_BACKOFF_S
@@ -111,7 +110,7 @@ class Supervisor:
                     backoff_s = FIRST_BACKOFF_S
             else:
                 num_failed += 1
-                if code == EXIT_USAGE:
+                if code == EXIT_UNUSABLE:
                     raise ChildFailed(
                         f"the {self._name} refused its settings or its model; see its message above", code
                     )
@@ -178,7 +177,7 @@ class Supervisor:
             await running
 
     def restart(self) -> None:
-        """Ask the child to make room for a new one, by RESTART_SIGNAL; by SIGKILL when it takes longer than to stop.
+        """Ask the child to make room for a new one, by HAND_OVER_SIGNAL; by SIGKILL when it takes longer than to stop.
         Nothing happens while there is none. Its end counts neither as a crash nor as a failed start, and the new one is
         started at once."""
         process = self._process
@@ -187,7 +186,7 @@ class Supervisor:
         self._is_restart_asked = True
         logger.info(f"{self._name} is asked to make room for a new one", extra=fields(pid=process.pid))
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(RESTART_SIGNAL)
+            process.send_signal(HAND_OVER_SIGNAL)
         self._limit = asyncio.get_running_loop().call_later(self._stop_grace_s, self.kill)
 
     def kill(self) -> None:

@@ -259,7 +259,8 @@ class Answer:
         await self._deltas.aclose()
 
     async def cancel(self) -> None:
-        """End it at the server, from any task; whoever reads it sees its end, by `abort`. Raises ServerError."""
+        """End it at the server, from any task, which keeps nothing of it. Whoever reads it sees its end, by `abort`, or
+        where the connection is broken just then, StreamLost. Raises ServerError."""
         await self._client.cancel(self.stream_id)
 
 

@@ -17,8 +17,12 @@ import msgspec
 from streamkv.errors import WireDecodeError
 from streamkv.sampling import SamplingParams
 
-WIRE_VERSION: Final = 1
+WIRE_VERSION: Final = 2
 STREAM_ID_BYTES: Final = 16
+KEPT_STREAM_BYTES: Final = 500
+"""What a stream that has ended takes where it is kept, beside what is in it: the objects around that, roughly."""
+KEPT_CHOICE_BYTES: Final = 64
+"""The same for each of its choices."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -103,6 +107,9 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     wire_version: int
     gateway_id: bytes
     """16 random bytes, new at every gateway start; also the socket's routing id."""
+    epoch: int = 0
+    """That of the engine to which it last said HandedOver; 0: to none. With another one than the engine's own it still
+    has streams of an earlier engine to bring, until it says HandedOver."""
 
 
 class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -156,8 +163,8 @@ class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
     runs_alone: bool = False
     """It may be what ends the engine: until its first token nothing else is computed."""
     ranked_tokens: int = 0
-    """With runs_alone, where choices are ranked: they had so many tokens at an engine's end, and it runs alone until
-    they have more. Nothing of them was handed out, so they begin with none."""
+    """With runs_alone, where choices are ranked: it runs alone until they have more tokens than these, which they had at
+    an engine's end, or one fewer. Nothing of them was handed out, so they begin with none."""
 
 
 class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -211,11 +218,24 @@ class Keep(msgspec.Struct, tag=11, array_like=True, frozen=True):
     answered. A stream of that name which is there already stays as it is."""
 
     remains: "Attached"
-    """All of it, from token 0; its request_id means nothing."""
+    """All of it, from token 0, with an end for each choice; its request_id and kept_s mean nothing."""
     tenant: str
     """As in Submit."""
     grace_s: float
     """How long it is still kept."""
+
+
+class HandedOver(msgspec.Struct, tag=12, array_like=True, frozen=True):
+    """All that this gateway had of earlier engines' streams, live and ended, has been sent. Not answered."""
+
+
+class Forget(msgspec.Struct, tag=13, array_like=True, frozen=True):
+    """End a stream if it lives, with cause `cancelled`, and keep nothing of it: from now on it is unknown. Not answered
+    otherwise than by the ends of a live one. The engine sends it on to every gateway, which may keep it as well."""
+
+    stream_id: bytes
+    tenant: str
+    """As in Attach: another tenant's stream stays."""
 
 
 class GetSnapshot(msgspec.Struct, tag=10, array_like=True, frozen=True):
@@ -255,7 +275,8 @@ class Ready(msgspec.Struct, tag=32, array_like=True, frozen=True):
     suspects: list[bytes] = []
     """stream_ids that the engine before this one computed when it ended, if nobody had asked it to: each may be why."""
     suspects_tokens: list[int] = []
-    """For each of them, where its choices are ranked: the most tokens that one of them had come to; else 0."""
+    """For each of them, where its choices are ranked: the most tokens that one of those in flight had come to; else
+    0."""
     max_attach_grace_s: float = inf
     """Longest time for which it keeps a stream without a gateway, or after its end; longer wishes are shortened."""
 
@@ -336,8 +357,8 @@ class Rejected(msgspec.Struct, tag=35, array_like=True, frozen=True):
     field: str = ""
     """For `invalid`: which field broke a rule."""
     retry_after_s: float = 0.0
-    """For `overloaded` and `draining`. For `unknown_stream`, over 0: an engine that has just taken another's place may
-    not have been brought it yet."""
+    """For `overloaded` and `draining`. For `unknown_stream`, over 0: a gateway may still bring it from an earlier
+    engine."""
 
 
 class Attached(msgspec.Struct, tag=36, array_like=True, frozen=True):
@@ -356,6 +377,8 @@ class Attached(msgspec.Struct, tag=36, array_like=True, frozen=True):
     """Per choice, those of token_ids; empty where none were asked for."""
     prompt_logprobs: TokenLogprobs | None = None
     """Those of the prompt from its second token on, as far as they are known; None where none were asked for."""
+    kept_s: float = inf
+    """Of a stream that has ended: how long it is still kept."""
 
 
 class Histogram(msgspec.Struct, array_like=True, frozen=True):
@@ -437,8 +460,22 @@ class WireError(msgspec.Struct, tag=38, array_like=True, frozen=True):
     """The request that the dropped message was about, where that is known."""
 
 
-GatewayMessage = Hello | Heartbeat | Submit | Abort | Pause | Resume | Attach | GetStats | Drain | GetSnapshot | Keep
-EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Snapshot | Heartbeat | WireError
+GatewayMessage = (
+    Hello
+    | Heartbeat
+    | Submit
+    | Abort
+    | Pause
+    | Resume
+    | Attach
+    | GetStats
+    | Drain
+    | GetSnapshot
+    | Keep
+    | HandedOver
+    | Forget
+)
+EngineMessage = Ready | Loading | StepOutput | Rejected | Attached | Stats | Snapshot | Heartbeat | WireError | Forget
 
 _REQUEST_TAGS: Final = frozenset({3, 4, 5, 6, 7})
 """Submit, Abort, Pause, Resume, Attach: their first field is the request id."""

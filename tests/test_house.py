@@ -23,7 +23,18 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"figures"},
         {"execution", "scheduling"},
         {"models", "kv", "publisher", "inbox", "intake", "loading", "executor"},
-        {"layers", "plan", "sequence", "stats", "memory", "transfer", "kept_logprobs", "flight_record", "quarantine"},
+        {
+            "layers",
+            "plan",
+            "sequence",
+            "stats",
+            "memory",
+            "transfer",
+            "kept_logprobs",
+            "flight_record",
+            "quarantine",
+            "succession",
+        },
         {"kernels", "batch"},
     ],
     "gateway": [
@@ -41,7 +52,7 @@ FLOORS: Mapping[str, list[set[str]]] = {
         {"config"},
         {
             *{"settings", "model_files", "gguf_header", "gguf_vocabulary", "transport", "log", "protocol", "sampling"},
-            *{"errors", "lengths"},
+            *{"errors", "lengths", "process"},
         },
     ],
 }

@@ -79,8 +79,9 @@ class BesideSteps:
         compiled.add_done_callback(lambda _: on_done())
         return compiled
 
-    def close(self) -> None:
-        """Waits for the block that is being copied, and for what is being written to disk. Idempotent."""
+    def close(self) -> bool:
+        """Waits for the block that is being copied, and for what is being written to disk → whether they have ended:
+        see Offload.close. Idempotent."""
         if self._compiler is not None and self._grammars is not None:
             self._compiler.close()
             self._grammars.close()
@@ -90,3 +91,4 @@ class BesideSteps:
         if self._store is not None and has_ended:
             self._store.close()
         self._store = None
+        return has_ended

@@ -4,6 +4,7 @@ import bisect
 import gc
 import itertools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -75,7 +76,8 @@ class StepGraphs:
 
     def capture(self, parts: Iterable[tuple[GraphKey, Callable[[], None]]], stream: torch.cuda.Stream) -> None:
         """Record each part, whose kernels have run before: what is loaded or made at a first launch cannot be in the
-        middle of a capture. The largest part should come first: its memory is what the others use."""
+        middle of a capture. The largest part should come first: its memory is what the others use. Raises what a
+        launch raises."""
         # A collection in the middle of a capture could free what the graph has recorded.
         gc.collect()
         gc.disable()
@@ -93,8 +95,12 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # The capture has to be ended, and may say no more than that it is of no use: the cause is the first.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
 

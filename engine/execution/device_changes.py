@@ -14,8 +14,8 @@ from engine.kernels.logit_changes import add_biases, ban_tokens, count_tokens, m
 from engine.plan import NewSequence
 from streamkv.sampling import MAX_LOGIT_BIASES
 
-MAX_BANS = 256
-"""End-of-sequence and stop ids of a sequence."""
+_FIRST_BANS = 256
+"""End-of-sequence and stop ids of a sequence for which there is room at first: of almost every model."""
 _FIRST_COUNT_ROWS = 8
 
 
@@ -46,14 +46,12 @@ class DeviceChanges:
         self._biases[seq_slot, : len(logit_bias)] = to_device(biases, self._device)
 
     def set_bans(self, seq_slot: int, token_ids: set[int]) -> int:
-        """→ how many there are: those outside the vocabulary are left out. Raises ValueError for more than MAX_BANS."""
+        """→ how many there are: those outside the vocabulary are left out."""
         banned = sorted(token_id for token_id in token_ids if token_id < self._vocab_size)
-        if len(banned) > MAX_BANS:
-            raise ValueError(f"end-of-sequence and stop ids are at most {MAX_BANS}, got {len(banned)}")
         if banned:
-            if self._ban_ids is None:
-                shape = (self._max_num_seqs, MAX_BANS)
-                self._ban_ids = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            if self._ban_ids is None or self._ban_ids.shape[1] < len(banned):
+                self._grow_bans(len(banned))
+            assert self._ban_ids is not None
             self._ban_ids[seq_slot, : len(banned)] = self._ids(banned)
         return len(banned)
 
@@ -113,7 +111,7 @@ class DeviceChanges:
     def compile(self, logits: torch.Tensor, padding: torch.Tensor, settings: torch.Tensor) -> None:
         """Launch each kernel once over rows of padding. logits: [n, vocab_size]; padding: [n] int32, all under 0."""
         ids = torch.zeros(1, MAX_LOGIT_BIASES, dtype=torch.int32, device=self._device)
-        bans = torch.zeros(1, MAX_BANS, dtype=torch.int32, device=self._device)
+        bans = torch.zeros(1, _FIRST_BANS, dtype=torch.int32, device=self._device)
         counts = torch.zeros(1, self._vocab_size, dtype=torch.int32, device=self._device)
         bits = torch.full((1, -(-self._vocab_size // WORD_BITS)), -1, dtype=torch.int32, device=self._device)
         mask_logits(logits, ids[0, :1], bits)
@@ -125,9 +123,18 @@ class DeviceChanges:
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
         return to_device(torch.tensor(token_ids, dtype=torch.int32), self._device)
 
+    def _grow_bans(self, num_bans: int) -> None:
+        """How many there can be is the model's matter: it may have any number of end-of-sequence ids."""
+        width = -(-num_bans // _FIRST_BANS) * _FIRST_BANS
+        grown = torch.zeros(self._max_num_seqs, width, dtype=torch.int32, device=self._device)
+        if self._ban_ids is not None:
+            grown[:, : self._ban_ids.shape[1]] = self._ban_ids
+        self._ban_ids = grown
+
     def _grow_counts(self) -> None:
         num_rows = 0 if self._counts is None else len(self._counts)
-        grown = max(_FIRST_COUNT_ROWS, 2 * num_rows)
+        # No more than there are sequences: a row has the size of the vocabulary.
+        grown = min(max(_FIRST_COUNT_ROWS, 2 * num_rows), self._max_num_seqs)
         counts = torch.zeros(grown, self._vocab_size, dtype=torch.int32, device=self._device)
         if self._counts is not None:
             counts[:num_rows] = self._counts

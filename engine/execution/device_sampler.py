@@ -131,7 +131,7 @@ class DeviceSampler:
         """A sequence gets a slot, in place of who had it.
 
         output_ids: all tokens that it has generated, in this engine or before; only read if it has penalties.
-        Raises ValueError for more biases or bans than there is room for.
+        Raises ValueError for more biases than a request may have.
         """
         self.remove(seq_slot)
         sampling = facts.sampling

@@ -19,6 +19,21 @@ from engine.kernels.copy_blocks import copy_blocks
 
 _STAGING_BYTES: Final = 32 * 2**20
 _NUM_LANES: Final = 2
+_UNIT_BYTES: Final = 2 * 2**20
+"""In multiples of which PyTorch takes the device's memory, once for small things such as a lane's pairs."""
+_PIECE_BYTES: Final = 20 * 2**20
+"""The least that it takes for a tensor over 1 MiB."""
+
+
+def staging_bytes(block_bytes: int, num_host_blocks: int) -> int:
+    """How much of the device's memory the lanes of a GpuBlockCopier take at most."""
+    lane_bytes = -(-_num_staged(block_bytes, num_host_blocks) * block_bytes // _UNIT_BYTES) * _UNIT_BYTES
+    return _NUM_LANES * (max(lane_bytes, _PIECE_BYTES) + _UNIT_BYTES)
+
+
+def _num_staged(block_bytes: int, most: int) -> int:
+    """Blocks of a lane."""
+    return max(1, min(_STAGING_BYTES // block_bytes, most))
 
 
 class _Lane:
@@ -58,7 +73,7 @@ class GpuBlockCopier:
 
     def __init__(self, storage: torch.Tensor, host: PinnedMemory, steps: torch.cuda.Stream | None) -> None:
         """storage: KvCache.storage, any dtype. host: rows of a block's bytes in it. steps: the stream in which the
-        steps run; None: all lies on a CPU. Takes 64 MiB of the device's memory, or less for a small pool."""
+        steps run; None: all lies on a CPU. Takes up to staging_bytes of the device's memory."""
         planes = storage.flatten(0, 1)
         num_planes, num_blocks = planes.shape[:2]
         block_bytes = num_planes * planes[0, 0].numel() * planes.itemsize
@@ -69,7 +84,7 @@ class GpuBlockCopier:
         self._host = host
         self._rows = torch.from_numpy(host.rows)
         most = min(num_blocks, len(host.rows)) - 1
-        self._num_staged = max(1, min(_STAGING_BYTES // block_bytes, most))
+        self._num_staged = _num_staged(block_bytes, most)
         self._lanes = [_Lane(planes, self._num_staged) for _ in range(_NUM_LANES)]
 
     def mark(self) -> Mark:

@@ -24,6 +24,8 @@ _HEADER: int = 8
 _ALIGNMENT: int = 8
 """Of the record's parts, in words: kernels read wide where they may."""
 _MIN_ENTRIES: int = 1024
+_ENTRIES_AT_ONCE: int = 65536
+"""Of tables that the record has no room for: what a step takes for them does not depend on how many come at once."""
 _NUM_STAGINGS: int = 4
 """More than steps under way: a record is on its way until its step is done."""
 
@@ -290,10 +292,12 @@ class DeviceBooks:
 
     def _write_tables_now(self, entries: list[int]) -> None:
         """More than the record has room for: many sequences at once that came with long tables."""
-        words = torch.tensor([len(entries) // 2, 0, 0, 0, *entries], dtype=torch.int32)
-        if self._device.type == "cuda":
-            words = words.pin_memory().to(self._device, non_blocking=True)
-        write_tables(self.block_tables, words[4:].view(-1, 2), words[:1])
+        for start in range(0, len(entries), 2 * _ENTRIES_AT_ONCE):
+            piece = entries[start : start + 2 * _ENTRIES_AT_ONCE]
+            words = torch.tensor([len(piece) // 2, 0, 0, 0, *piece], dtype=torch.int32)
+            if self._device.type == "cuda":
+                words = words.pin_memory().to(self._device, non_blocking=True)
+            write_tables(self.block_tables, words[4:].view(-1, 2), words[:1])
 
     def remember(self, rows: list[SampledRow], token_ids: list[int]) -> None:
         """What a collected step has sampled counts for the penalties of a sequence that loses its slot."""

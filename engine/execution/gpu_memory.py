@@ -15,6 +15,8 @@ from streamkv.log import fields
 
 _RESERVE_SHARE: Final = 100
 """A 100th of the card stays free, whatever is asked for: for what is loaded late (code, libraries' workspaces)."""
+_MOST_CONTEXT_BYTES: Final = 768 * 2**20
+"""More than CUDA's context takes of any card, with what the driver keeps for it: about 0.5 GiB on an H200."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +38,18 @@ class GpuMemory:
     free_bytes: int
     """As in CardBytes, with all on the card that stays there but pool and graphs."""
     own_bytes: int
-    """By how much free_bytes has fallen since this process began: weights, buffers."""
+    """What this process has of it by now: CUDA's context, weights, buffers, tables."""
     step_bytes: int
     """Needed beside them while the largest step is computed."""
     graph_bytes: int
     """Needed for all CUDA graphs, those that are captured later, too."""
+    late_bytes: int = 0
+    """Needed for what is allocated behind the pool."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of what is free, beside the pool."""
+        return self.step_bytes + self.graph_bytes + self.late_bytes
 
 
 def card_bytes(device: torch.device) -> CardBytes:
@@ -51,10 +60,24 @@ def card_bytes(device: torch.device) -> CardBytes:
     return CardBytes(total_bytes, free_bytes)
 
 
+def measured_memory(
+    before: CardBytes, now: CardBytes, reserved_bytes: int, step_bytes: int, graph_bytes: int, late_bytes: int
+) -> GpuMemory:
+    """before: as the process began. reserved_bytes: what PyTorch has of the card now. The others as GpuMemory says.
+
+    CUDA tells what is free to no one without a context, and so never without that context: what it takes is in neither
+    difference. Of a card that was empty all that was taken is that; of one that others use it is taken for as large as
+    it may be. What others have left or taken meanwhile cannot be told from ours, but ours is at least reserved_bytes.
+    """
+    context_bytes = min(before.total_bytes - before.free_bytes, _MOST_CONTEXT_BYTES)
+    own_bytes = context_bytes + max(before.free_bytes - now.free_bytes, reserved_bytes)
+    return GpuMemory(now.total_bytes, now.free_bytes, own_bytes, step_bytes, graph_bytes, late_bytes)
+
+
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """How much more than before PyTorch holds of the card while `run` runs, fragments and all. Given back after it.
 
-    run: the largest step, whose results may go. Raises ConfigError if even that does not fit.
+    run: the largest steps, whose results may go. Raises ConfigError if even that does not fit.
     """
     card = card_bytes(device)
     before_bytes = torch.cuda.memory_reserved(device)
@@ -66,7 +89,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         raise ConfigError(
             "max_num_batched_tokens",
             f"a step of so many tokens does not fit on this GPU of {card.total_bytes / GIB:.3g} GiB beside "
-            f"{before_bytes / GIB:.3g} GiB of weights and buffers; lower it, or use quantization fp8",
+            f"{before_bytes / GIB:.3g} GiB of weights and buffers; lower it or max_num_seqs, or use quantization fp8",
         ) from error
     needed_bytes = torch.cuda.max_memory_reserved(device) - before_bytes
     card_bytes(device)
@@ -85,8 +108,18 @@ def size_gpu_pool(config: EngineConfig, model: ModelConfig, block_bytes: int, me
             "kv_cache_memory_gib is for a CPU: on a GPU gpu_memory_utilization says how much the engine takes",
             extra=fields(gpu_memory_utilization=config.gpu_memory_utilization),
         )
-    own_bytes = max(0, memory.own_bytes)  # another process may have ended meanwhile
-    needed_bytes = memory.step_bytes + memory.graph_bytes
+    own_bytes, needed_bytes = memory.own_bytes, memory.needed_bytes
+    logger.info(
+        "what the KV pool is sized beside",
+        extra=fields(
+            total_gib=memory.total_bytes / GIB,
+            free_gib=memory.free_bytes / GIB,
+            own_gib=own_bytes / GIB,
+            step_gib=memory.step_bytes / GIB,
+            graphs_gib=memory.graph_bytes / GIB,
+            late_gib=memory.late_bytes / GIB,
+        ),
+    )
     wished_bytes = int(config.gpu_memory_utilization * memory.total_bytes) - own_bytes - needed_bytes
     room_bytes = memory.free_bytes - needed_bytes - memory.total_bytes // _RESERVE_SHARE
     wished_bytes = min(wished_bytes, most_blocks(config, model) * block_bytes)

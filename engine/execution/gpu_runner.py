@@ -1,10 +1,11 @@
 """The executor on a GPU: the host plans and launches one step while the device runs the one before."""
 
+import itertools
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,9 +24,9 @@ from engine.execution.cuda_graph import (
     without_slower,
 )
 from engine.execution.device_sampler import DeviceSampler, PendingPromptLogprobs, PendingRows
-from engine.execution.gpu_copier import GpuBlockCopier
+from engine.execution.gpu_copier import GpuBlockCopier, staging_bytes
 from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord, StagedStep
-from engine.execution.gpu_memory import CardBytes, GpuMemory, card_bytes, peak_bytes, size_gpu_pool
+from engine.execution.gpu_memory import CardBytes, card_bytes, measured_memory, peak_bytes, size_gpu_pool
 from engine.execution.inputs import PromptChunk
 from engine.execution.kv_cache import (
     KvCache,
@@ -36,10 +37,13 @@ from engine.execution.kv_cache import (
     size_pool,
     wanted_length,
 )
+from engine.execution.largest_steps import end_of, fullest_rows, longest_prompt, masks_of_all
 from engine.execution.offload import BlockCopier, CpuBlockCopier
 from engine.execution.pinned_memory import PinnedMemory
 from engine.execution.sampler import SampledRow
 from engine.execution.sequence_grammars import SequenceGrammars
+from engine.execution.start_faults import StartFaults
+from engine.execution.token_masks import TokenMasks
 from engine.execution.warm_up import GPU_WORKLOAD, WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs
@@ -48,14 +52,14 @@ from engine.layers.gpu_linear import choose_gpu_method
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
 from engine.models.fingerprint import placing
-from engine.models.gpu_model import GpuModel, make_gpu_model
-from engine.models.kv_scales import NUM_TOKENS, measure_kv_scales
+from engine.models.gpu_model import GpuModel, check_kernels_fit, find_kv_scales, make_gpu_model
 from engine.models.load import load_model, read_config, resolve_dtype
 from engine.plan import NewSequence, StepPlan, StepTokens
 from engine.transfer import Transfer, TransferResult
 from streamkv import model_files
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
+from streamkv.log import fields
 from streamkv.protocol import ModelFacts
 from streamkv.sampling import Grammar
 
@@ -72,6 +76,13 @@ _MANY_ROWS: Final = 256
 _HASH_THREADS: Final = 8
 _NUM_RESULTS: Final = 3
 """More than steps under way: the ids of a step lie on the host until it is collected."""
+_END_LIMIT_S: Final = 10.0
+"""How long `close` waits for the steps under way: a kernel that hangs would keep the process for ever."""
+
+_Part = tuple[GraphKey, Callable[[], None]]
+"""Of a step, with what launches it."""
+_BeginMasks = Callable[[list[SampledRow]], "Future[TokenMasks] | None"]
+"""As SequenceGrammars.begin_masks."""
 
 logger = logging.getLogger(__name__)
 
@@ -152,16 +163,19 @@ class GpuRunner:
     # Loading
 
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
-        """As Executor.load. Raises ModelError, or ConfigError for a limit that does not fit this machine."""
-        with self._on_device():
-            return self._load(report)
+        """As Executor.load. Raises ModelError, or ConfigError for a limit that does not fit this machine, or for what
+        it lacks."""
+        faults = StartFaults(self._device)
+        with self._on_device(), faults:
+            return self._load(report, faults)
 
-    def _load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
+    def _load(self, report: ReportProgress, faults: StartFaults) -> tuple[ModelFacts, DeviceLimits]:
         config, device = self._config, self._device
         beside = self._beside = BesideSteps(config)
         before = card_bytes(device) if self._is_cuda else None
         files = model_files.resolve(config.model, report, with_weights=config.load_format != "dummy")
         model_config = read_config(files)
+        check_kernels_fit(model_config, str(files.path))
         dtype = resolve_dtype(config.dtype, model_config)
         if model_config.transformers_id and config.quantization != "none":
             raise ConfigError("quantization", f"{model_config.architecture} is computed by transformers; use none")
@@ -184,12 +198,16 @@ class GpuRunner:
             model, longest, self._max_num_seqs, max_num_tokens, cache_dtype, device, config.deterministic
         )
         if cache_dtype == torch.float8_e4m3fn:
-            unscaled = make_gpu_model(model, NUM_TOKENS, 1, NUM_TOKENS, dtype, device, config.deterministic)
-            self._measured_scales = measure_kv_scales(unscaled.body, model_config, dtype, device)
-            del unscaled
+            self._measured_scales = find_kv_scales(model, dtype, device, config.deterministic)
         self._allocate(model_config, dtype, max_num_tokens, -(-longest // config.block_size))
-        pool = self._size_pool(model_config, cache_dtype, block_bytes, max_num_tokens, before, report)
+        late_bytes = staging_bytes(block_bytes, num_host_blocks) if num_host_blocks else 0
+        pool = self._size_pool(
+            model_config, cache_dtype, block_bytes, max_num_tokens, longest, before, late_bytes, report
+        )
+        faults.has_pool = True
         self._make_cache(model_config, pool.num_blocks, cache_dtype)
+        # Its kernel has a form for strides over 2**31, which those of the throw-away pool never are.
+        self._cache.copy_blocks([(0, 1)])
         self._capture(max_num_tokens, partial(report, "capturing graphs"))
         words = self._placing(dtype, cache_dtype, block_bytes)
         num_disk_blocks, stored = beside.open_disk(files, model_config, words, block_bytes, _HASH_THREADS, report)
@@ -272,37 +290,63 @@ class GpuRunner:
         cache_dtype: torch.dtype,
         block_bytes: int,
         max_num_tokens: int,
+        longest: int,
         before: CardBytes | None,
+        late_bytes: int,
         report: ReportProgress,
     ) -> PoolSize:
-        """What the cache may take, beside what a step and the graphs need, measured on a throw-away pool."""
-        if before is None or self._stream is None:
+        """What the cache may take, beside what a step and the graphs need, measured on a throw-away pool.
+
+        longest: tokens of a sequence. before: of the card, when it was empty; None: there is none. late_bytes: needed
+        for what is allocated behind the pool.
+        """
+        if before is None:
             return size_pool(self._config, model, available_memory_bytes())
         self._make_cache(model, 2, cache_dtype)
         parts = list(self._parts(max_num_tokens))
-        self._compile(parts if self._has_graphs else parts[:1] + parts[-4:], partial(report, "compiling kernels"))
+        largest = _first_of_each_kind(parts)
+        compiled = parts if self._model.is_capturable else largest + _first_of_each_kind(reversed(parts))
+        self._compile(compiled, partial(report, "compiling kernels"))
         report("measuring memory", 0.0)
-        largest = [parts[0], parts[-1]]
-        step_bytes = peak_bytes(lambda: [launch() for _, launch in largest], self._device)
+        compute_largest = partial(self._compute_largest, largest, max_num_tokens, longest)
+        # The first time what lasts is made: tables of biases, counts and bans, workspaces.
+        with self._model.shallow():
+            compute_largest()
+        step_bytes = peak_bytes(compute_largest, self._device)
         graph_bytes = 0
-        if self._has_graphs:
+        if self._has_graphs and self._stream is not None:
             graph_bytes = peak_bytes(partial(self._graphs.capture, largest, self._stream), self._device)
             # What they compute in is shared; each has its own list of launches.
-            graph_bytes += len(parts) * _GRAPH_BYTES + 2 * _LOGITS_BYTES
+            graph_bytes += len(parts) * _GRAPH_BYTES
             self._graphs.clear()
         del self._cache
         self._scales = None
-        now = card_bytes(self._device)
-        memory = GpuMemory(
-            total_bytes=now.total_bytes,
-            free_bytes=now.free_bytes,
-            own_bytes=before.free_bytes - now.free_bytes,
-            step_bytes=step_bytes,
-            graph_bytes=graph_bytes,
-        )
+        now, reserved_bytes = card_bytes(self._device), torch.cuda.memory_reserved(self._device)
+        memory = measured_memory(before, now, reserved_bytes, step_bytes, graph_bytes, late_bytes)
         return size_gpu_pool(self._config, model, block_bytes, memory)
 
-    def _parts(self, max_num_tokens: int) -> Iterator[tuple[GraphKey, Callable[[], None]]]:
+    def _compute_largest(self, largest: list[_Part], max_num_tokens: int, longest: int) -> None:
+        """What needs the most memory, of each kind that a step may be made of, and steps with all that requests may ask
+        for; these through one layer of each kind, since layers take their memory one after the other."""
+        for _, launch in largest:
+            launch()
+        vocab_size = self._model.config.vocab_size
+
+        def mask_all(rows: list[SampledRow]) -> Future[TokenMasks] | None:
+            if not rows:
+                return None
+            masks: Future[TokenMasks] = Future()
+            masks.set_result(masks_of_all(len(rows), vocab_size))
+            return masks
+
+        told = longest_prompt(max_num_tokens, longest, self._config.block_size)
+        with self._model.shallow():
+            for plan in (told, fullest_rows(self._max_num_seqs)):
+                self._begin(plan, lambda: None, mask_all).wait()
+                self._learn(end_of(plan))
+        self._books.clear_record()
+
+    def _parts(self, max_num_tokens: int) -> Iterator[_Part]:
         """Everything that steps are made of, the largest first."""
         for num_tokens in reversed(self._token_buckets):
             yield ("body", num_tokens), partial(self._launch_body, num_tokens)
@@ -316,13 +360,19 @@ class GpuRunner:
     def _has_graphs(self) -> bool:
         return self._model.is_capturable and not self._config.enforce_eager
 
-    def _compile(self, parts: list[tuple[GraphKey, Callable[[], None]]], report: Callable[[float], None]) -> None:
-        """Have every kernel ready that a step may launch: compiled, and on the device."""
+    def _compile(self, parts: list[_Part], report: Callable[[float], None]) -> None:
+        """Have every kernel ready that a step may launch: compiled, and on the device.
+
+        parts: every size that a step may have, or, of a model that always goes through all its layers, the least and
+        the largest: its own products need no compiling, and our kernels have one form for few rows and one for many.
+        """
 
         def launch_all(sizes: Callable[[int], bool]) -> None:
             for (_, size), launch in parts:
                 if sizes(size):
                     launch()
+            for num_rows in filter(sizes, self._prompt_sizes(len(self._buffers.residual))):
+                self._prompt_logits(slice(num_rows))
             self._sampler.compile()
             self._cache.copy_blocks([(0, 1)])
 
@@ -337,7 +387,7 @@ class GpuRunner:
             return
         parts = list(self._parts(max_num_tokens))
 
-        def reported() -> Iterator[tuple[GraphKey, Callable[[], None]]]:
+        def reported() -> Iterator[_Part]:
             for number, part in enumerate(parts):
                 report(100.0 * number / len(parts))
                 yield part
@@ -386,24 +436,28 @@ class GpuRunner:
     def launch(self, plan: StepPlan, on_done: Callable[[], None]) -> Launch:
         """As Executor.launch. Costs the host some microseconds a sequence."""
         with self._on_device():
-            self._learn(plan)
-            staged = self._books.stage(plan)
-            self._sampler.upload()
-            self._cache.copy_blocks(plan.block_copies)
-            is_special = bool(self._special) and any(entry.sequence_id in self._special for entry in plan.scheduled)
-            chunks = self._books.prompt_chunks(plan) if is_special else []
-            self._forward(staged, is_whole=bool(chunks))
-            self._turn = (self._turn + 1) % _NUM_RESULTS
-            launch = GpuLaunch(plan, on_done, self._results[self._turn])
-            launch.prompts = [(chunk, self._begin_prompt(row, chunk)) for row, chunk in chunks]
-            if is_special:
-                self._sample_special(launch)
-            else:
-                self._sample(launch)
-            if self._stream is not None:
-                launch.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                launch.event.record(self._stream)
+            launch = self._begin(plan, on_done, self._grammars.begin_masks)
         self._launched.put(launch)
+        return launch
+
+    def _begin(self, plan: StepPlan, on_done: Callable[[], None], begin_masks: _BeginMasks) -> GpuLaunch:
+        self._learn(plan)
+        staged = self._books.stage(plan)
+        self._sampler.upload()
+        self._cache.copy_blocks(plan.block_copies)
+        is_special = bool(self._special) and any(entry.sequence_id in self._special for entry in plan.scheduled)
+        chunks = self._books.prompt_chunks(plan) if is_special else []
+        self._forward(staged, is_whole=bool(chunks))
+        self._turn = (self._turn + 1) % _NUM_RESULTS
+        launch = GpuLaunch(plan, on_done, self._results[self._turn])
+        launch.prompts = [(chunk, self._begin_prompt(row, chunk)) for row, chunk in chunks]
+        if is_special:
+            self._sample_special(launch, begin_masks)
+        else:
+            self._sample(launch)
+        if self._stream is not None:
+            launch.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            launch.event.record(self._stream)
         return launch
 
     def collect(self, launch: Launch) -> StepTokens:
@@ -490,11 +544,11 @@ class GpuRunner:
             filters=has_filters,
         )
 
-    def _sample_special(self, launch: GpuLaunch) -> None:
+    def _sample_special(self, launch: GpuLaunch, begin_masks: _BeginMasks) -> None:
         """Where some row takes more than plain sampling. Waits for masks, which are filled while the device works."""
         num_seqs = len(launch.plan.scheduled)
         launch.rows = self._books.sampled_rows(launch.plan)
-        masks = self._grammars.begin_masks(launch.rows)
+        masks = begin_masks(launch.rows)
         places = [row for row, entry in enumerate(launch.plan.scheduled) if entry.samples]
         logits = self._buffers.logits[:num_seqs]
         seq_slots, positions = self._books.part("sample_slots", num_seqs), self._books.part("seq_lens", num_seqs)
@@ -518,17 +572,32 @@ class GpuRunner:
     def _begin_prompt(self, first_row: int, chunk: PromptChunk) -> list[PendingPromptLogprobs]:
         """Begin to work out what a step tells of a prompt, some rows at a time. first_row: that of the token before
         the chunk's first one."""
-        buffers, vocab_size = self._buffers, self._model.config.vocab_size
-        num_rows = max(1, _LOGITS_BYTES // (4 * vocab_size))
+        num_rows = self._most_prompt_rows
         num_top = chunk.facts.sampling.prompt_logprobs
         begun = []
         for start in range(chunk.start, chunk.end, num_rows):
             token_ids = chunk.facts.token_ids[start : min(start + num_rows, chunk.end)]
             rows = slice(first_row + start - chunk.start, first_row + start - chunk.start + len(token_ids))
-            logits = torch.empty(len(token_ids), vocab_size, device=self._device)
-            self._model.head(buffers.attended[rows], buffers.residual[rows].clone(), logits)
-            begun.append(self._sampler.begin_prompt_logprobs(logits, token_ids, num_top))
+            begun.append(self._sampler.begin_prompt_logprobs(self._prompt_logits(rows), token_ids, num_top))
         return begun
+
+    @property
+    def _most_prompt_rows(self) -> int:
+        """Of a prompt whose logits are there at once."""
+        return max(1, _LOGITS_BYTES // (4 * self._model.config.vocab_size))
+
+    def _prompt_sizes(self, max_num_tokens: int) -> list[int]:
+        """Numbers of rows that between them have each form of the head's kernels."""
+        most = min(self._most_prompt_rows, max_num_tokens)
+        return [*itertools.takewhile(lambda size: size < most, (2**i for i in range(_MANY_ROWS.bit_length()))), most]
+
+    def _prompt_logits(self, rows: slice) -> torch.Tensor:
+        """Of those rows of the last body's, which stay as they are."""
+        # Copies begin where kernels may read wide, which rows in the middle need not.
+        attended, residual = self._buffers.attended[rows].clone(), self._buffers.residual[rows].clone()
+        logits = torch.empty(len(residual), self._model.config.vocab_size, device=self._device)
+        self._model.head(attended, residual, logits)
+        return logits
 
     def _step(self, plan: StepPlan) -> StepTokens:
         """Of the warm-up: a plan without anything scheduled only forgets."""
@@ -568,23 +637,33 @@ class GpuRunner:
         return self._beside.compile_grammar(grammar, on_done)
 
     def close(self) -> None:
-        """As Executor.close. Waits for the steps under way and for the block that is being copied."""
+        """As Executor.close. Waits for the steps under way and for the block that is being copied. Where the steps do
+        not come to an end, the device and what waits for it are left to the end of the process."""
         if self._watcher is not None:
             self._launched.put(None)
-            self._watcher.join()
+            self._watcher.join(_END_LIMIT_S)
+            if self._watcher.is_alive():
+                logger.warning("a step does not end: the device is left as it is", extra=fields(limit_s=_END_LIMIT_S))
+                return
             self._watcher = None
-        if self._beside is not None:
-            self._beside.close()
-            self._beside = None
-        if self._host is not None:
+        has_ended = self._beside is None or self._beside.close()
+        self._beside = None
+        if self._host is not None and has_ended:
             self._host.close()
-            self._host = None
+        self._host = None
         self._graphs.clear()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
+
+
+def _first_of_each_kind(parts: Iterable[_Part]) -> list[_Part]:
+    firsts: dict[str, _Part] = {}
+    for part in parts:
+        firsts.setdefault(part[0][0], part)
+    return list(firsts.values())
 
 
 def _is_special(facts: NewSequence) -> bool:

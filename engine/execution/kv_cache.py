@@ -23,6 +23,10 @@ CACHE_DTYPE = torch.float32
 """On a CPU, whatever the weights' dtype: attention computes in float32 there, and converting a narrower cache at every
 step costs more than reading a wider one. So a token takes twice the memory that a bfloat16 cache would take."""
 
+_ALIGNMENT = 16
+"""Bytes at whose multiples the keys, the values and the scales of each layer begin: kernels read wider there, and have
+another form where that does not hold. So the form is one for all layers and pools."""
+
 _AVAILABLE_SHARE = 0.9
 """Of the memory that this process could still have, the most that the pool takes."""
 
@@ -175,6 +179,12 @@ def size_host(config: EngineConfig, block_bytes: int, pool_bytes: int, available
     return num_blocks
 
 
+def _aligned(count: int, item_bytes: int) -> int:
+    """The least number from `count` on whose items end at a multiple of _ALIGNMENT bytes."""
+    step = _ALIGNMENT // math.gcd(item_bytes, _ALIGNMENT)
+    return -(-count // step) * step
+
+
 class KvCache:
     """One pair of key and value tensors a layer, each [num_blocks, block_size, num_kv_heads, head_dim]."""
 
@@ -188,11 +198,14 @@ class KvCache:
     ) -> None:
         """dtype: float32 on a CPU; on a GPU that of the queries, or float8_e4m3fn."""
         self.num_blocks = num_blocks
-        shape = (model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+        plane_block_bytes = block_size * model.num_kv_heads * model.head_dim * dtype.itemsize
+        num_rows = _aligned(num_blocks, plane_block_bytes)
+        shape = (model.num_layers, 2, num_rows, block_size, model.num_kv_heads, model.head_dim)
         # Zeros, so that nobody meets a NaN in slots that were never written. All memory is taken here, once (some 25
         # ms for 100 GB on a GPU): on a CPU, too, where pages would otherwise be cleared in mid-step.
-        num_bytes = num_blocks * bytes_per_block(model, block_size, dtype)
-        self.storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+        num_bytes = num_rows * bytes_per_block(model, block_size, dtype)
+        storage = torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+        self.storage = storage[:, :, :num_blocks]
         """All of it, in one piece, so that one strided copy moves a block: [num_layers, keys and values, ...]."""
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
         self.key_scales: torch.Tensor | None = None
@@ -200,8 +213,9 @@ class KvCache:
         self.value_scales: torch.Tensor | None = None
         """The same for values."""
         if dtype == torch.float8_e4m3fn:
-            self.key_scales = torch.ones(model.num_layers, model.num_kv_heads, device=device)
-            self.value_scales = torch.ones_like(self.key_scales)
+            num_scales = _aligned(model.num_kv_heads, torch.float32.itemsize)
+            scales = torch.ones(2, model.num_layers, num_scales, device=device)[:, :, : model.num_kv_heads]
+            self.key_scales, self.value_scales = scales
         self._copies: DeviceBlockCopies | None = None
         if device.type == "cuda":
             from engine.execution import block_copies  # here, since a CPU's engine runs without Triton

@@ -15,6 +15,7 @@ import torch
 
 from engine.execution.disk_store import DiskStore
 from engine.transfer import Transfer, TransferKind, TransferResult
+from streamkv.errors import ConfigError
 from streamkv.log import fields
 
 HostMemory = npt.NDArray[np.uint8]
@@ -34,8 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 def allocate_host_memory(num_host_blocks: int, block_bytes: int) -> HostMemory:
-    """Zeros that the system gives untouched, so that a block takes memory only once something is put there."""
-    return np.zeros((num_host_blocks + 1, block_bytes), dtype=np.uint8)
+    """Zeros that the system gives untouched, so that a block takes memory only once something is put there. Raises
+    ConfigError where the system promises no more than it has, and has less."""
+    try:
+        return np.zeros((num_host_blocks + 1, block_bytes), dtype=np.uint8)
+    except MemoryError as error:
+        raise no_host_memory((num_host_blocks + 1) * block_bytes) from error
+
+
+def no_host_memory(num_bytes: int) -> ConfigError:
+    """What is said of so many bytes that cannot be had."""
+    return ConfigError(
+        "host_kv_memory_gib", f"the system does not give {num_bytes / 2**30:.3g} GiB of memory in one piece; lower it"
+    )
 
 
 Mark = torch.cuda.Event | None
@@ -215,17 +227,18 @@ class Offload:
         """End the threads after the block that each has under its hands → whether they have ended. What still waits is
         not done. Idempotent.
 
-        If False a disk hangs: the thread goes with the process, and the store has to stay open, since it may come
-        back to its files.
+        If False a disk or the device hangs: the thread goes with the process, and the store and the host's memory have
+        to stay as they are, since it may come back to them.
         """
         self._is_closing = True
         self._copies.put(None)
         self._disk_queue.put(None)
         for thread in self._threads:
-            thread.join(self._join_s if thread.name == "kv-disk" else None)
+            thread.join(self._join_s)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        if self._threads:
-            logger.warning("the disk for KV blocks does not answer; left as it is")
+        for thread in self._threads:
+            what = "disk" if thread.name == "kv-disk" else "device"
+            logger.warning(f"the {what} does not end what it does with KV blocks; left as it is")
         return not self._threads
 
     # a disk that hangs

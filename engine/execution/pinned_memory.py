@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from engine.execution.offload import HostMemory
+from engine.execution.offload import HostMemory, no_host_memory
 from streamkv.log import fields
 
 _PIECE_BYTES: Final = 64 * 2**20
@@ -62,13 +62,17 @@ class PinnedMemory:
     def __init__(
         self, num_host_blocks: int, block_bytes: int, pins: Pins | None = None, piece_bytes: int = _PIECE_BYTES
     ) -> None:
-        """pins: None takes a GPU's; where there is none, nothing is pinned."""
+        """pins: None takes a GPU's; where there is none, nothing is pinned. Raises ConfigError for memory that cannot
+        be had."""
         num_rows = num_host_blocks + 1
         # Pieces begin with a row and with a page.
         unit = mmap.PAGESIZE // math.gcd(block_bytes, mmap.PAGESIZE)
         self._rows_per_piece = max(1, round(piece_bytes / (unit * block_bytes))) * unit
         num_bytes = -(-num_rows * block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise no_host_memory(num_bytes) from error
         memory.madvise(mmap.MADV_HUGEPAGE)
         self.rows: HostMemory = np.frombuffer(memory, dtype=np.uint8, count=num_rows * block_bytes).reshape(
             num_rows, block_bytes

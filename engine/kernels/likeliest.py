@@ -66,7 +66,7 @@ def _finite(values):
     return tl.where(tl.abs(values) < float("inf"), values, -3.4028234663852886e38)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _likeliest_kernel(
     logits_ptr,
     rows_ptr,

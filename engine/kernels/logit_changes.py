@@ -21,6 +21,7 @@ from engine.kernels.sampling_rows import (
 )
 
 _TILE = 1024
+_BAN_TILE = 256
 
 
 @triton.jit
@@ -148,9 +149,10 @@ def _ban_kernel(
     exempt_ptr,
     settings_ptr,
     ids_ptr,
+    ids_stride,
     logits_stride,
     vocab_size,
-    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0)
     seq_slot = tl.load(seq_slots_ptr + row)
@@ -159,11 +161,14 @@ def _ban_kernel(
     settings_ptr = settings_at(settings_ptr, seq_slot)
     position = tl.load(positions_ptr + row)
     if (position < tl.load(settings_ptr + BANNED_UNTIL)) & (tl.load(exempt_ptr + row) == 0):
-        places = tl.arange(0, WIDTH)
-        is_ban = places < tl.load(settings_ptr + NUM_BANS)
-        ids = tl.load(ids_ptr + seq_slot * WIDTH + places, mask=is_ban, other=0)
-        is_ban = is_ban & (ids < vocab_size)
-        tl.store(logits_ptr + row.to(tl.int64) * logits_stride + ids, -float("inf"), mask=is_ban)
+        ids_ptr += seq_slot.to(tl.int64) * ids_stride
+        num_bans = tl.load(settings_ptr + NUM_BANS).to(tl.int32)
+        for at in range(0, num_bans, TILE):
+            places = at + tl.arange(0, TILE)
+            is_ban = places < num_bans
+            ids = tl.load(ids_ptr + places, mask=is_ban, other=0)
+            is_ban = is_ban & (ids < vocab_size)
+            tl.store(logits_ptr + row.to(tl.int64) * logits_stride + ids, -float("inf"), mask=is_ban)
 
 
 def ban_tokens(
@@ -177,9 +182,19 @@ def ban_tokens(
     """logits[row, ids[slot, i]] = -inf while the position is under that until which the slot's bans hold.
 
     logits: [n, vocab_size] float32; seq_slots, positions: [n] int32; exempt: [n] int32, not 0 where nothing is banned;
-    ids: [num_slots, width] int32, those outside the vocabulary are passed over; width is a power of two.
+    ids: [num_slots, width] int32, rows in one piece; those outside the vocabulary are passed over. One kernel for every
+    width that is a multiple of 16.
     """
     if len(logits):
         _ban_kernel[(len(logits),)](
-            logits, seq_slots, positions, exempt, settings, ids, logits.stride(0), logits.shape[1], WIDTH=ids.shape[1]
+            logits,
+            seq_slots,
+            positions,
+            exempt,
+            settings,
+            ids,
+            ids.stride(0),
+            logits.stride(0),
+            logits.shape[1],
+            TILE=_BAN_TILE,
         )

@@ -30,13 +30,13 @@ def _quantise_rows_kernel(
         columns = at + tl.arange(0, TILE)
         x = tl.load(x_ptr + row * x_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
         greatest = tl.maximum(greatest, tl.abs(x))
-    scale = tl.maximum(tl.max(greatest, axis=0) / LARGEST, 1e-30)
+    scale = tl.maximum(tl.div_rn(tl.max(greatest, axis=0), LARGEST), 1e-30)
     tl.store(scale_ptr + row, scale)
     for at in tl.static_range(0, SIZE, TILE):
         columns = at + tl.arange(0, TILE)
         x = tl.load(x_ptr + row * x_stride + columns, mask=columns < size, other=0.0).to(tl.float32)
         # The division may round to a little more than the largest, which has no neighbour but NaN.
-        x = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
+        x = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LARGEST), LARGEST)  # a plain / is 2 ulp off on a GPU
         tl.store(out_ptr + row * size + columns, _rounded(x).to(OUT_DTYPE), mask=columns < size)
 
 

@@ -13,6 +13,7 @@ from engine.kernels.fixed_linear import fixed_linear
 from engine.kernels.rms_norm import rms_norm
 from engine.kernels.scaled_linear import SCALED_MULTIPLE, narrow_rows, quantise_rows, scaled_linear
 from engine.kernels.skinny_linear import SplitScratch, make_split_scratch, max_skinny_rows, skinny_linear, takes_norm
+from streamkv.errors import ConfigError
 
 
 @runtime_checkable
@@ -237,12 +238,13 @@ def choose_gpu_method(
     """dtype: of the model and its activations.
 
     fp8: weights are held as e4m3 with a scale for each output; the head is usually made by a method without. Raises
-    ValueError where the device has no 8-bit floats.
+    ConfigError where the device has no 8-bit floats, or no bfloat16.
     """
-    if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ValueError(
-            f"quantization fp8 needs a GPU of compute capability 8.9 or more, this one has {major}.{minor}; "
-            "use quantization none"
-        )
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        has = f"this one has {capability[0]}.{capability[1]}"
+        if quantization == "fp8" and capability < (8, 9):
+            raise ConfigError("quantization", f"fp8 needs a GPU of compute capability 8.9 or more, {has}; use none")
+        if dtype == torch.bfloat16 and capability < (8, 0):
+            raise ConfigError("dtype", f"bfloat16 needs a GPU of compute capability 8.0 or more, {has}; use float16")
     return GpuMethod(dtype, device, quantization == "fp8", is_deterministic)

@@ -15,7 +15,7 @@ from engine.batch import DeviceBatch
 from engine.models.config import ModelConfig
 
 NUM_TOKENS: Final = 512
-"""Of the forward."""
+"""Of the forward, where the model has so many positions."""
 _BLOCK_SIZE: Final = 16
 _LARGEST: Final = 448.0
 """Of e4m3."""
@@ -40,8 +40,13 @@ class StepBody(Protocol):
     ) -> None: ...
 
 
+def num_scale_tokens(config: ModelConfig) -> int:
+    """Of the forward. A model may have a table of fewer positions, and no row in it for more."""
+    return min(NUM_TOKENS, config.max_position_embeddings)
+
+
 def measure_kv_scales(
-    body: StepBody, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_tokens: int = NUM_TOKENS
+    body: StepBody, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ scales of keys and of values, each [num_layers, num_kv_heads] float32.
 

@@ -10,6 +10,7 @@ from engine.models.config import ModelConfig, is_generic, read_hub_config
 from engine.models.decoder import Decoder, KVCache
 from engine.models.dummy import DummySource
 from engine.models.gguf import GgufSource
+from engine.models.room import room_for_weights
 from engine.models.weights import (
     GGUF_NAMES,
     SafetensorsSource,
@@ -54,23 +55,27 @@ def load_model(
     another device takes PyTorch's own. head_method: the same for the product that gives the logits, where it is to be
     another: 8-bit weights cost more there than in all layers together. Beside the model there is one tensor in the
     host's memory; to a GPU it goes by a plain copy from the mapped file, some GB a second, about what the disk gives.
-    Reports ("loading weights", percent) for every tensor. Raises ModelError.
+    Reports ("loading weights", percent) for every tensor. Raises ModelError, or ConfigError for weights that do not
+    fit on the device.
     """
     device = torch.device(device)
     config, source = _open(files)
     dtype = dtype or resolve_dtype("auto", config)
-    if config.transformers_id:
-        from engine.models.transformers_model import load_transformers_model  # seconds, which others need not wait
+    is_quantised = method is not None and method.name.startswith("float8")
+    with room_for_weights(config, dtype, device, is_quantised):
+        if config.transformers_id:
+            from engine.models.transformers_model import load_transformers_model  # seconds, which others need not wait
 
-        return load_transformers_model(files, config, dtype, report, device), config
-    names = GGUF_NAMES if files.kind == "gguf" else hub_names(config)
-    if method is None:
-        method = choose_cpu_method(dtype, config.num_parameters) if device.type == "cpu" else PlainMethod(dtype)
-    model = Decoder(config, dtype, method.activation_dtype)
-    if source is None:
-        source = DummySource(expected_shapes(model, names), config.initializer_range, 1.0 - config.norm_offset, device)
-    fill_decoder(model, source, names, method, report, device, head_method)
-    return model, config
+            return load_transformers_model(files, config, dtype, report, device), config
+        names = GGUF_NAMES if files.kind == "gguf" else hub_names(config)
+        if method is None:
+            method = choose_cpu_method(dtype, config.num_parameters) if device.type == "cpu" else PlainMethod(dtype)
+        model = Decoder(config, dtype, method.activation_dtype)
+        if source is None:
+            std, norm_weight = config.initializer_range, 1.0 - config.norm_offset
+            source = DummySource(expected_shapes(model, names), std, norm_weight, device)
+        fill_decoder(model, source, names, method, report, device, head_method)
+        return model, config
 
 
 def read_config(files: ModelFiles) -> ModelConfig:

@@ -21,6 +21,7 @@ from engine.layers.attention import Attention
 from engine.models.attention_dispatch import Attend, AttentionDispatch, LayerAttention
 from engine.models.config import ModelConfig, RopeConfig, read_eos_ids, refuse_quantized
 from engine.models.decoder import KVCache
+from engine.models.room import is_out_of_memory
 from engine.models.trial import try_out
 from streamkv.errors import ModelError
 from streamkv.model_files import ModelFiles, ReportProgress
@@ -134,6 +135,10 @@ def read_transformers_config(files: ModelFiles, file_dtype: str | None) -> Model
     num_heads = _size(path, found, "num_attention_heads")
     num_layers = _size(path, found, "num_hidden_layers")
     num_kv_heads, head_dim = _kv_shape(path, found, num_heads)
+    if num_heads % num_kv_heads or not head_dim:
+        raise ModelError(
+            f"{path}: {num_heads} query heads do not share {num_kv_heads} KV heads of {head_dim} dimensions evenly"
+        )
     vocab_size = _size(path, found, "vocab_size")
     return ModelConfig(
         architecture=name,
@@ -189,6 +194,8 @@ def load_transformers_model(
             raise
         raise ModelError(f"{config.architecture} computes its attention by itself, and is not supported") from error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(f"{files.path}: transformers cannot load {config.architecture}: {error!s:.500}") from error
     model = TransformersModel(config, module, dispatch)
     report("loading weights", 100.0)

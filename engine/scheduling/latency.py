@@ -41,6 +41,10 @@ _FIRST_OVERRUN: Final = 1.2
 _LEAST_OVERRUN: Final = 1.05
 _MAX_OVERRUN: Final = 1.5
 _TRANSFER_MEMORY: Final = 0.9
+_LEAD_SHARE: Final = 0.2
+"""Of a step's predicted time: how far that may be wrong."""
+_LEAD_S: Final = 0.004
+"""What a plan, its launch and a sleep that ends late take at most."""
 _CALIBRATED_TRANSFER_S: Final = 0.1
 """What a speed that is known from the start weighs, as if a copy of this length had been seen."""
 
@@ -111,6 +115,11 @@ class LatencyModel:
     def predict_s(self, load: StepLoad) -> float:
         """How long such a step takes; 0: unknown."""
         return sum([weight * amount for weight, amount in zip(self._coefficients, self._terms(load), strict=True)])
+
+    def plan_next_from_s(self, begun_s: float, load: StepLoad) -> float:
+        """When to plan the step behind one with `load` that began at begun_s: soon enough for the device not to wait,
+        and behind a long step no sooner, since whoever comes meanwhile would miss it."""
+        return begun_s + (1.0 - _LEAD_SHARE) * self.predict_s(load) - _LEAD_S
 
     def prefill_tokens_within(self, target_s: float, load: StepLoad, context_tokens: int) -> int:
         """The most prefill tokens of one sequence, behind `context_tokens` of its own, that a step with `load` may

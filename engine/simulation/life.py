@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Final
 
 from engine.executor import DeviceLimits
@@ -111,7 +112,19 @@ class EngineLife:
 
     @property
     def next_event_s(self) -> float:
-        return min(self.executor.next_event_s, self.scheduler.next_deadline_s)
+        event_s = min(self.executor.next_event_s, self.scheduler.next_deadline_s)
+        plan_s = self._plan_from_s
+        return min(event_s, plan_s) if plan_s > self._clock() else event_s
+
+    @property
+    def _plan_from_s(self) -> float:
+        """When to plan the next step; inf: once the oldest is done."""
+        if not self.in_flight:
+            return 0.0
+        if len(self.in_flight) == self.executor.max_in_flight:
+            return inf
+        launch = self.in_flight[-1]
+        return self.latency.plan_next_from_s(max(launch.launched_s, self._collected_s), launch.plan.load)
 
     def turn(self) -> Iterator[list[SequenceOutput]]:
         """What a turn of the loop brings: outputs, to be looked at before it goes on. Audits memory
@@ -132,7 +145,7 @@ class EngineLife:
             audit(self.blocks)
             self.check_content()
             self._has_moved = True
-        while len(self.in_flight) < self.executor.max_in_flight and (plan := self.scheduler.plan()) is not None:
+        while self._clock() >= self._plan_from_s and (plan := self.scheduler.plan()) is not None:
             self._launch(plan)
         self._start_transfers()
         if self._has_moved:

@@ -171,7 +171,7 @@ _REST: Final[Schema] = {
     "content": {"text/event-stream": {"schema": {"description": _CHAT_STREAM}}},
 }
 _NOTHING_LEFT: Final[Schema] = {"description": "That was all of it."}
-_ENDED: Final[Schema] = {"description": "It has ended."}
+_ENDED: Final[Schema] = {"description": "It has ended, and nothing of it is kept."}
 _STREAM: Final[Schema] = {
     "get": {
         "operationId": "attachStream",

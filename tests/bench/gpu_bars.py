@@ -4,8 +4,9 @@
         [-- flags of `streamkv serve`]
 
 LOADGEN.py is any load generator that takes --workload, --seed, --json and --watch-pid as `streamkv bench` does. Each
-run gets a seed of its own, so that none finds another's prompts in the cache. Prints the time from launch to ready and
-to the first token, then one line a workload: what was asked for and what came out.
+run gets a seed of its own, so that none finds another's prompts in the cache; `--only online-13:1` gives it that one,
+to send the very requests that another server was sent. Prints the time from launch to ready and to the first token, then
+one line a workload: what was asked for and what came out.
 """
 
 import argparse
@@ -96,11 +97,12 @@ def main() -> None:
             ready_s, token_s = first_token_s(base_url, started_s, server)
             lines.append(f"launch to ready {ready_s:.1f} s, to the first token {token_s:.1f} s  ({args.model})")
             print(lines[-1], flush=True)
-            for number, name in enumerate(args.only.split(",")):
+            for number, word in enumerate(args.only.split(",")):
+                name, _, own_seed = word.partition(":")
                 if time.monotonic() - started_s > args.limit_s:
                     lines.append(f"{name}: no time left")
                     continue
-                seed = str(args.seed + number)
+                seed = own_seed or str(args.seed + number)
                 extra = WORKLOADS[name]
                 given = extra if "--workload" in extra else ["--workload", name, *extra]
                 path = out / f"{name}.json"

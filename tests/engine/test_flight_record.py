@@ -66,6 +66,23 @@ def test_of_ranked_choices_it_says_how_far_they_were_at_the_newest_step(tmp_path
     assert FlightRecord(path).suspects == dict(zip(stream_ids(1, 2), (0, 2), strict=True))
 
 
+def test_only_ranked_choices_that_the_steps_in_flight_compute_say_how_far_they_were(tmp_path: Path) -> None:
+    path = str(tmp_path / "flight")
+    record = FlightRecord(path)
+    ended, preempted, late, last = sequences(1, 1, 1, 1)
+    request = late.request
+    request.sampling = SamplingParams(0, 200, best_of=4)
+    request.sequences = [ended, preempted, late, last]
+    for sequence, num_tokens in ((ended, 150), (preempted, 90), (late, 20), (last, 12)):
+        sequence.request = request
+        sequence.token_ids = [1] * (1 + num_tokens)
+    for step, num_tokens in (([late, last], 20), ([last], 20), ([last], 12), ([ended, last], 150), ([last], 150)):
+        record.launched(step)
+        if step == [last]:
+            record.collected()
+        assert FlightRecord(path).suspects == {request.stream_id: num_tokens}
+
+
 def test_it_knows_whether_an_engine_ran_before(tmp_path: Path) -> None:
     path = str(tmp_path / "flight")
     for is_successor in (False, True):

@@ -4,18 +4,19 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from engine.executor import DeviceLimits, ReportProgress
 from engine.kv.audit import audit
-from engine.loop import EXIT_ASKED, EXIT_FAULT, EXIT_UNUSABLE, EngineLoop
-from engine.plan import StepLoad
+from engine.loop import EXIT_ASKED, EXIT_FAULT, EngineLoop
+from engine.plan import StepLoad, StepPlan
 from engine.sequence import Request, Sequence
 from engine.simulation.simulated_model import end_after
 from streamkv.errors import ModelError
+from streamkv.process import EXIT_UNUSABLE
 from streamkv.protocol import (
     WIRE_VERSION,
     Abort,
@@ -39,7 +40,7 @@ from streamkv.protocol import (
 )
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_engine import TEST_CONFIG, RunningEngine, serving
-from tests.support.scripted_executor import ScriptedExecutor
+from tests.support.scripted_executor import ScriptedExecutor, ScriptedLaunch
 from tests.support.wire_gateway import WireGateway, submission
 
 PROMPT = list(range(10, 40))
@@ -912,6 +913,40 @@ def test_steps_that_are_found_done_together_took_as_long_as_they_took() -> None:
     assert len(observed) >= 20 and all(seconds >= 0.015 for seconds in observed)
 
 
+def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while a long step runs is in the one behind it, and the device does not wait."""
+    step_s, clock = 0.04, time.monotonic
+    executor = ScriptedExecutor(step_s=step_s, max_in_flight=2)
+    launched_s: list[float] = []
+    done_s: dict[int, float] = {}
+    launch = executor.launch
+
+    def watched(plan: StepPlan, on_done: Callable[[], None]) -> ScriptedLaunch:
+        step = len(launched_s)
+
+        def tell() -> None:
+            done_s[step] = clock()
+            on_done()
+
+        launched_s.append(clock())
+        return launch(plan, tell)
+
+    monkeypatch.setattr(executor, "launch", watched)
+    with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        engine.loop._latency.predict_s = lambda load: step_s
+        gateway.send(submission(1, PROMPT, 20))
+        gateway.wait_end(1)
+        begun_s = [max(launched_s[step], done_s.get(step - 1, 0.0)) for step in range(19)]
+        waited_s = [later - sooner for sooner, later in zip(begun_s, launched_s[1:], strict=True)]
+        assert all(seconds >= 0.8 * step_s - 0.004 - 0.002 for seconds in waited_s)
+        assert any(launched_s[step + 1] < done_s[step] for step in range(19)), "none is planned before the end"
+        engine.loop._latency.predict_s = lambda load: 0.004  # a short one leaves no time to wait
+        gateway.send(submission(2, PROMPT, 4))
+        gateway.wait_end(2)
+        assert any(launched_s[step + 1] < done_s[step] - step_s / 2 for step in range(20, 23))
+
+
 # Memory and time that are nobody's
 
 
@@ -946,6 +981,21 @@ def test_requests_that_have_ended_are_freed_without_a_garbage_collection() -> No
         finally:
             gc.enable()
     assert num_left <= 160, "600 were made; the queue and the newest steps remember some of the last ones"
+
+
+def test_collections_of_garbage_wait_until_nothing_is_live() -> None:
+    lulls: list[int] = []
+    with serving(ScriptedExecutor(step_s=0.005), heartbeat_s=0.02) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        engine.loop._on_lull = lambda: lulls.append(engine.loop._publisher.num_live)
+        gateway.send(submission(1, PROMPT, 60))
+        gateway.wait_tokens(1, 2)
+        engine.loop._lull_s -= 100_000  # days without a lull
+        gateway.wait_tokens(1, 40)
+        assert not lulls
+        gateway.wait_end(1)
+        gateway.pump_for(0.1)
+        assert lulls == [0]
 
 
 def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:

@@ -1,6 +1,7 @@
 """Requests with a grammar over a real socket: the real loop and scheduler, and a scripted device whose grammars are
 compiled when the test says so."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ import pytest
 
 from engine import requests
 from engine.plan import StepPlan
+from engine.sequence import Request, Sequence
 from streamkv.errors import InvalidField
 from streamkv.protocol import Abort, Attach, Drain, GetStats, Pause, Ready, Rejected, Resume, Stats, Submit, pack_ids
 from streamkv.sampling import Grammar, SamplingParams
@@ -103,6 +105,26 @@ def test_one_that_is_known_begins_at_once(executor: Recording, gateway: WireGate
     executor.compile_grammar = lambda grammar, on_done: done  # type: ignore[method-assign]
     gateway.send(held())
     assert gateway.wait_end(1).tokens[0] == executor.expected_tokens(PROMPT, 8)
+
+
+def test_those_that_are_refused_are_freed_without_a_garbage_collection(
+    executor: Recording, gateway: WireGateway
+) -> None:
+    """The engine has switched it off, and calls it only when nothing is live."""
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 201):
+            gateway.send(held(number))
+            executor.wait_compiling(number).set_exception(InvalidField("guided_regex", "cannot be compiled"))
+            assert gateway.wait_for(Rejected).request_id == number
+        assert executor.grammars is not None
+        executor.grammars.clear()
+        wait_idle(gateway)
+        num_left = sum(type(each) in (Request, Sequence) for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert num_left <= 160, "400 were made; the queue remembers some of the last ones"
 
 
 @pytest.mark.parametrize("is_known", [False, True])

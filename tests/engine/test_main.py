@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from streamkv.config import EngineConfig
+from streamkv.errors import ConfigError
+from streamkv.process import HAND_OVER_SIGNAL
 from streamkv.protocol import Ready
 from tests.support.scripted_engine import free_endpoint
 from tests.support.wire_gateway import WireGateway, submission
@@ -21,7 +24,13 @@ CODE = """
     from tests.support.scripted_executor import ScriptedExecutor
     fail_at_step = int(os.environ.get("FAIL_AT_STEP", "-1"))
     runner = types.ModuleType("engine.execution.runner")  # in the place of the one that takes seconds to import torch
-    runner.CpuRunner = lambda config: ScriptedExecutor(step_s=0.01, fail_at_step=fail_at_step)
+    class Runner(ScriptedExecutor):
+        def load(self, report):
+            if "COMPILES" in os.environ:
+                from tests.support.compiled_kernel import compile_one
+                compile_one()
+            return super().load(report)
+    runner.CpuRunner = lambda config: Runner(step_s=0.01, fail_at_step=fail_at_step)
     sys.modules[runner.__name__] = runner
     from engine.__main__ import main
     code = main(sys.argv[1:], os.environ)
@@ -57,6 +66,26 @@ def test_sigterm_lets_streams_finish_and_a_second_one_does_not_wait(endpoint: st
             log_lines = process.stderr.read() if process.stderr else ""
             assert "event=draining" in log_lines and 'stage="loading weights"' in log_lines
             assert all(line.startswith("time=") for line in log_lines.splitlines())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, HAND_OVER_SIGNAL])
+def test_each_signal_ends_an_engine_that_has_compiled_kernels(
+    number: signal.Signals, endpoint: str, tmp_path: Path
+) -> None:
+    """The compiler's library puts handlers of its own over those of old signals, and keeps SIGUSR1 for itself."""
+    pytest.importorskip("triton")
+    process = start(endpoint, COMPILES="1", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    try:
+        with WireGateway(endpoint) as gateway:
+            gateway.wait_for(Ready, 120.0)
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            assert caught >> (signal.SIGUSR1 - 1) & 1, "nobody has put handlers there: then this test shows nothing"
+            process.send_signal(number)
+            assert process.wait(10.0) == 0
     finally:
         process.kill()
         process.wait()
@@ -114,3 +143,30 @@ def test_with_the_flag_the_end_of_the_parent_ends_the_engine(endpoint: str) -> N
         parent.wait()
         if Path(f"/proc/{child_pid}").exists():
             os.kill(child_pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_taken"),
+    [
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported", True),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("CUDA error: unknown error", False),
+    ],
+)
+def test_a_gpu_that_others_have_taken_names_the_device(
+    said: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else it says may pass, so it is no matter of settings."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from engine.__main__ import make_executor
+
+    def ask() -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", ask)
+    with pytest.raises(ConfigError if is_taken else RuntimeError) as raised:
+        make_executor(EngineConfig(device="cuda"))
+    assert said.partition("\n")[0] in str(raised.value) and "errors might" not in str(raised.value)
+    assert isinstance(raised.value, ConfigError) == is_taken

@@ -10,6 +10,8 @@ from engine.sequence import Request, Sequence, SequenceOutput, SequenceState
 from engine.simulation.simulated_model import SimulatedModel
 from streamkv.errors import InvalidField
 from streamkv.protocol import (
+    KEPT_CHOICE_BYTES,
+    KEPT_STREAM_BYTES,
     Attached,
     EngineMessage,
     Finished,
@@ -57,6 +59,10 @@ def request_at(gateway_id: bytes, request_id: int, *, n: int = 1, grace_s: float
     return request
 
 
+KEPT_ALONE_BYTES = KEPT_STREAM_BYTES + KEPT_CHOICE_BYTES
+"""What a stream of one choice takes with nothing in it."""
+
+
 def output(request: Request, *tokens: int, choice: int = 0, reason: str = "") -> SequenceOutput:
     sequence = request.sequences[choice]
     sequence.token_ids += tokens
@@ -72,7 +78,7 @@ def wire() -> Wire:
 
 @pytest.fixture
 def publisher(wire: Wire) -> Publisher:
-    return Publisher(wire.send, max_kept_bytes=100)
+    return Publisher(wire.send, max_kept_bytes=3 * KEPT_ALONE_BYTES + 100)
 
 
 def test_a_step_is_one_message_to_each_gateway_that_has_part_in_it(wire: Wire, publisher: Publisher) -> None:
@@ -127,10 +133,10 @@ def test_what_ended_first_is_dropped_first_when_too_much_is_kept(publisher: Publ
         publisher.add(request)
     for request in requests[:3]:
         publisher.publish([output(request, 1, 2, 3, reason="stop")], 1.0)
-    assert publisher.kept_bytes == 3 * (5 + 16 + 12) == 99
+    assert publisher.kept_bytes == 3 * (KEPT_ALONE_BYTES + 5 + 16 + 12) == 3 * KEPT_ALONE_BYTES + 99
     publisher.publish([output(requests[3], 1, 2, 3, reason="stop")], 1.0)
     assert [publisher.find(request.stream_id) is None for request in requests[:4]] == [True, False, False, False]
-    assert (publisher.kept_bytes, publisher.num_dropped, publisher.num_kept) == (99, 1, 3)
+    assert (publisher.kept_bytes, publisher.num_dropped, publisher.num_kept) == (3 * KEPT_ALONE_BYTES + 99, 1, 3)
     assert publisher.num_live == 2, "live streams are never dropped"
 
 
@@ -177,7 +183,7 @@ def test_attach_stops_the_grace_period(wire: Wire, publisher: Publisher) -> None
     assert stream is not None
     publisher.detach(stream, 10.0)
     publisher.publish([output(request, 7, 8)], 11.0)
-    publisher.attach(stream, B, 9, from_token=1)
+    publisher.attach(stream, B, 9, 1, 1.0)
     gateway_id, attached = wire.sent[0]
     assert gateway_id == B and isinstance(attached, Attached)
     assert [unpack_ids(tokens) for tokens in attached.token_ids] == [[8]]
@@ -196,7 +202,7 @@ def test_attach_refuses_a_start_that_would_leave_a_gap(wire: Wire, publisher: Pu
     stream = publisher.find(request.stream_id)
     assert stream is not None
     with pytest.raises(InvalidField, match="between 0 and 1"):
-        publisher.attach(stream, B, 1, from_token)
+        publisher.attach(stream, B, 1, from_token, 1.0)
     assert wire.sent == [] and publisher.at(A, 1) is stream, "a refused attach changes nothing"
 
 
@@ -206,7 +212,7 @@ def test_a_choice_that_has_ended_does_not_limit_where_the_others_go_on(wire: Wir
     publisher.publish([output(request, 5, 6, 7), output(request, 8, choice=1, reason="stop")], 1.0)
     stream = publisher.find(request.stream_id)
     assert stream is not None
-    publisher.attach(stream, B, 1, from_token=3)
+    publisher.attach(stream, B, 1, 3, 1.0)
     attached = next(message for _, message in wire.sent if isinstance(message, Attached))
     assert attached.token_ids == [b"", b""]
     assert [end.choice for end in attached.finished] == [1]
@@ -274,7 +280,7 @@ def test_an_attached_answer_can_be_acknowledged_although_no_token_follows(wire: 
     publisher.publish([output(request, 1, reason="stop")], 1.0)
     stream = publisher.find(request.stream_id)
     assert stream is not None
-    publisher.attach(stream, B, 1, 0)
+    publisher.attach(stream, B, 1, 0, 1.0)
     assert publisher.unacked_bytes(B) > 0
     last = wire.sent[-1][1]
     assert isinstance(last, StepOutput)
@@ -313,9 +319,9 @@ def test_a_tail_too_large_for_a_frame_is_refused_and_a_shorter_one_sent(
     assert stream is not None
     monkeypatch.setattr(engine.publisher, "MAX_FRAME_BYTES", engine.publisher._REST_BYTES + 2000)
     with pytest.raises(InvalidField, match="too many"):
-        publisher.attach(stream, B, 1, 0)
+        publisher.attach(stream, B, 1, 0, 1.0)
     assert wire.sent == [] and publisher.at(A, 1) is stream, "a refused attach changes nothing"
-    publisher.attach(stream, B, 1, 200)
+    publisher.attach(stream, B, 1, 200, 1.0)
     assert publisher.at(B, 1) is stream
 
 
@@ -386,7 +392,7 @@ def test_a_prompt_is_told_of_once_and_without_a_gap_whatever_is_computed_again(
         assert each.values == values_of(ids, each.start)
     stream = publisher.find(request.stream_id)
     assert stream is not None
-    publisher.attach(stream, B, 1, 0)
+    publisher.attach(stream, B, 1, 0, 1.0)
     attached = next(message for _, message in wire.sent if isinstance(message, Attached))
     assert attached.prompt_logprobs == values_of(request.prompt_token_ids[1:], 1)
 
@@ -439,7 +445,8 @@ def test_what_is_too_much_for_one_message_comes_in_several_in_order(
     assert len({message.step for message in messages}) == len(messages)
 
 
-def test_what_is_kept_of_a_stream_counts_its_log_probabilities(wire: Wire, publisher: Publisher) -> None:
+def test_what_is_kept_of_a_stream_counts_its_log_probabilities(wire: Wire) -> None:
+    publisher = Publisher(wire.send, max_kept_bytes=KEPT_ALONE_BYTES + 100)
     request = told_request()
     publisher.add(request)
     publisher.publish([part(request, 1, 4), told(request, 5)], 1.0)
@@ -450,7 +457,7 @@ def test_what_is_kept_of_a_stream_counts_its_log_probabilities(wire: Wire, publi
     roomy.add(request)
     roomy.publish([part(request, 1, 4), told(request, 5)], 1.0)
     roomy.publish([told(request, reason="stop")], 1.0)
-    assert roomy.kept_bytes == 5 + 16 + 4 + (1 + 3) * (4 + 8 * NUM_TOP)
+    assert roomy.kept_bytes == KEPT_ALONE_BYTES + 5 + 16 + 4 + (1 + 3) * (4 + 8 * NUM_TOP)
     roomy.expire(100.0)
     assert roomy.kept_bytes == 0
 
@@ -465,8 +472,8 @@ def test_a_tail_too_large_with_its_log_probabilities_is_refused(
     assert stream is not None
     monkeypatch.setattr(engine.publisher, "MAX_FRAME_BYTES", engine.publisher._REST_BYTES + 1000)
     with pytest.raises(InvalidField, match="too many"):
-        publisher.attach(stream, B, 1, 0)
-    publisher.attach(stream, B, 1, 80)
+        publisher.attach(stream, B, 1, 0, 1.0)
+    publisher.attach(stream, B, 1, 80, 1.0)
     attached = next(message for _, message in wire.sent if isinstance(message, Attached))
     assert attached.logprobs == [values_of(list(range(80, 100)), 84)]
 
@@ -480,7 +487,7 @@ def test_prior_log_probabilities_are_kept_for_those_who_attach(wire: Wire, publi
     publisher.publish([told(request, 8)], 1.0)
     stream = publisher.find(request.stream_id)
     assert stream is not None
-    publisher.attach(stream, B, 1, 1)
+    publisher.attach(stream, B, 1, 1, 1.0)
     attached = next(message for _, message in wire.sent if isinstance(message, Attached))
     assert [unpack_ids(tokens) for tokens in attached.token_ids] == [[6, 8], []]
     assert attached.logprobs == [values_of([6, 8], 5), TokenLogprobs(b"")]

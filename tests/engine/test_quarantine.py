@@ -7,6 +7,8 @@ import msgspec
 import pytest
 
 from engine.plan import StepPlan
+from engine.quarantine import Quarantine
+from engine.sequence import Request, Sequence, SequenceState
 from streamkv.protocol import Abort, Pause, Ready, Resume, Submit, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.scripted_engine import serving
@@ -127,6 +129,42 @@ def test_a_continuation_that_is_cached_but_for_its_last_token_holds_the_others_n
         assert gateway.wait_end(10).tokens[0] == executor.expected_tokens([10, 5, 6, 7], 8)
         assert 21 not in gateway.requests or not gateway.requests[21].finished
         assert gateway.wait_end(21).tokens[0] == executor.expected_tokens([20, 5, 6, 7], 300)[30:]
+
+
+def a_request(cleared_past: int = 0) -> Request:
+    request = Request(1, b"g", bytes(16), PROMPT, SamplingParams(seed=1, max_tokens=9), 0.0, cleared_past=cleared_past)
+    request.sequences = [Sequence(1, request, 0, list(PROMPT), len(PROMPT), 99)]
+    return request
+
+
+def end(request: Request) -> None:
+    for sequence in request.sequences:
+        sequence.state = SequenceState.FINISHED
+
+
+def test_a_suspect_that_ended_while_it_stood_aside_is_kept_by_nobody_and_has_no_further_turn() -> None:
+    quarantine = Quarantine()
+    suspect, other = a_request(), a_request()
+    assert quarantine.take(suspect, runs_alone=True)
+    quarantine.take(other, runs_alone=False)
+    suspect.is_paused = True
+    assert quarantine.turn() == [other]
+    end(suspect)
+    kept = [request for collection in vars(quarantine).values() for request in collection]
+    assert kept == []
+    assert not quarantine.take_back(suspect) and not quarantine
+
+
+def test_a_suspect_is_taken_back_once_and_not_when_it_was_cleared() -> None:
+    quarantine = Quarantine()
+    suspect = a_request()
+    quarantine.take(suspect, runs_alone=True)
+    assert not quarantine.take_back(suspect), "it has its turn"
+    suspect.is_paused = True
+    assert quarantine.turn() == []
+    assert quarantine.take_back(suspect) and not quarantine.take_back(suspect)
+    suspect.is_paused, suspect.first_token_s = False, 1.0
+    assert quarantine.turn() == [] and not quarantine.take_back(suspect)
 
 
 RANKED = [SamplingParams(seed=30, max_tokens=40, n=2, temperature=0.0, beam_width=3),

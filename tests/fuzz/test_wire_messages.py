@@ -15,15 +15,19 @@ from streamkv.protocol import (
     Attached,
     Drain,
     Finished,
+    Forget,
     GatewayMessage,
     GetStats,
+    HandedOver,
     Heartbeat,
     Hello,
     Keep,
     Pause,
     Ready,
+    Rejected,
     Resume,
     Stats,
+    TokenLogprobs,
     WireError,
     decode_from_engine,
     decode_from_gateway,
@@ -62,6 +66,8 @@ VALID: list[GatewayMessage] = [
         "someone",
         0.5,
     ),
+    HandedOver(),
+    Forget((9).to_bytes(16, "big"), "someone"),
 ]
 FRAMES = [encode(message) for message in VALID]
 
@@ -111,7 +117,7 @@ plain = st.recursive(
     max_leaves=6,
 )
 packed = st.lists(plain, max_size=6).map(msgspec.msgpack.encode) | st.tuples(
-    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 11]), st.lists(plain, max_size=13)
+    st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13]), st.lists(plain, max_size=13)
 ).map(lambda pair: msgspec.msgpack.encode([pair[0], *pair[1]]))
 frames = (st.binary(max_size=80) | mutated() | packed).filter(harmless)
 
@@ -160,3 +166,63 @@ def test_the_engine_answers_every_undecodable_frame_and_serves_on(engine: Runnin
         assert gateway.wait_end(2**31 - 2).tokens[0] == engine.executor.expected_tokens([1, 2, 3], 3)
         for request_id in list(gateway.requests):
             gateway.send(Abort(request_id))
+
+
+def near(length: int) -> st.SearchStrategy[bytes]:
+    """Mostly as long as it should be."""
+    return st.sampled_from([length, length, length, length + 1, length + 4, 0]).map(bytes)
+
+
+@st.composite
+def remains(draw: st.DrawFn) -> Attached:
+    """The remains of a stream, right or wrong in each of its parts."""
+    num_choices = draw(st.integers(1, 3))
+    num_prompt = draw(st.integers(1, 3))
+    counts = [draw(st.integers(0, 3)) for _ in range(num_choices)]
+    num_top = draw(st.integers(0, 2))
+
+    def told(num_tokens: int) -> TokenLogprobs:
+        size = 4 * num_tokens
+        return TokenLogprobs(draw(near(size)), draw(near(size * num_top)), draw(near(size * num_top)))
+
+    ends = draw(st.sampled_from([list(range(num_choices)), list(range(num_choices)), [0], [0, 0], [-1], [7], []]))
+    return Attached(
+        request_id=draw(st.integers(-5, 5)),
+        stream_id=draw(near(12)) + draw(st.binary(min_size=4, max_size=4)),
+        gateway_state=draw(st.binary(max_size=3)),
+        prompt_token_ids=draw(near(4 * num_prompt)),
+        from_token=draw(st.sampled_from([0, 0, 0, 1, -1])),
+        token_ids=[draw(near(4 * count)) for count in counts],
+        finished=[Finished(0, choice, draw(st.sampled_from(["stop", "", "error"]))) for choice in ends],
+        logprobs=[told(count) for count in counts] if draw(st.booleans()) else [],
+        prompt_logprobs=told(num_prompt - 1) if draw(st.booleans()) else None,
+        kept_s=draw(st.floats()),
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(remains(), min_size=1, max_size=8), st.floats())
+def test_whoever_attaches_to_what_was_brought_comes_to_its_end_or_is_refused(
+    engine: RunningEngine, brought: list[Attached], grace_s: float
+) -> None:
+    with WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        for told in brought:
+            gateway.send(Keep(told, "someone", grace_s))
+        names = list(dict.fromkeys(told.stream_id for told in brought))
+        for request_id, name in enumerate(names):
+            gateway.send(Attach(request_id, name, 0, "someone"))
+            gateway.send(Forget(name, "someone"))
+        gateway.send(GetStats(54321))
+        while gateway.wait_for(Stats).query_id != 54321:
+            pass
+        refused = {message.request_id for message in gateway.messages if isinstance(message, Rejected)}
+        for request_id in set(range(len(names))) - refused:
+            found = gateway.requests[request_id].attached
+            assert found is not None and sorted(end.choice for end in found.finished) == list(
+                range(len(found.token_ids))
+            )
+            assert len(found.stream_id) == 16 and not any(len(packed) % 4 for packed in found.token_ids)
+            for packed, values in zip(found.token_ids, found.logprobs, strict=bool(found.logprobs)):
+                assert len(values.chosen) == len(packed) and len(values.top_ids) == len(values.top_logprobs)
+                assert len(values.top_ids) == len(packed) * values.num_top

@@ -177,9 +177,22 @@ def test_a_cursor_beyond_the_answer_is_refused() -> None:
     with pytest.raises(InvalidField, match="token 3 of choice 1, which has 2"):
         cursor.check_tokens([3, 2])
     ended = parse_cursor("3e,2~1e.1", "Last-Event-ID")
-    ended.check_ends([True, True])
+    ended.check_ends([True, True], [3, 3])
+    ended.check_ends([True, True], [None, None])
     with pytest.raises(InvalidField, match="the end of choice 1, which has not ended"):
-        ended.check_ends([True, False])
+        ended.check_ends([True, False], [3, None])
+    with pytest.raises(InvalidField, match="Last-Event-ID: has the end of choice 1 at token 3, but it came at 8"):
+        ended.check_ends([True, True], [3, 8])
+
+
+def test_events_that_there_are_not_cost_no_later_ones() -> None:
+    """12 events of token 3 are claimed, which had one."""
+    bookmark = Bookmark[str](1, parse_cursor("2~1.12", "cursor"))
+    for num_tokens in (2, 1, 1):
+        bookmark.tell(0, num_tokens, f"with {num_tokens}")
+        bookmark.take()
+    bookmark.tell(0, 1, "the next")
+    assert [(each.cursor, each.event) for each in bookmark.take()] == [(b"5", "the next")]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from streamkv.protocol import (
     Attach,
     Attached,
     Finished,
+    Forget,
+    HandedOver,
     Heartbeat,
     Hello,
     Keep,
@@ -393,6 +395,129 @@ async def test_a_new_engine_names_its_suspects_and_is_given_what_has_ended(bare:
         await bare.wait_for(Heartbeat, 2)
         assert not any(isinstance(message, Keep) for message in bare.got), "the same engine says it again"
         assert [sink.num_ranked_tokens for sink in sinks] == [[0], [7], []]
+
+
+NEXT = msgspec.structs.replace(READY, epoch=READY.epoch + 1)
+
+
+def ended(number: int) -> Attached:
+    return Attached(0, number.to_bytes(16, "big"), b"state", pack_ids([1]), 0, [b""], [Finished(0, 0, "stop")])
+
+
+def kept_by(bare: BareEngine) -> list[bytes]:
+    return [message.remains.stream_id for message in bare.got if isinstance(message, Keep)]
+
+
+async def test_what_has_ended_is_given_in_portions_and_their_end_is_said(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        assert (await bare.wait_for(Hello)).epoch == 0
+        bare.send(READY)
+        await bare.wait_for(HandedOver)
+        for number in range(250):
+            client.ended.keep(ended(number), "alice", 60.0)
+        large = msgspec.structs.replace(ended(900), gateway_state=bytes(900_000))
+        for number in range(3):
+            client.ended.keep(msgspec.structs.replace(large, stream_id=bytes([number + 1]) * 16), "alice", 60.0)
+        turn = 0
+        turns: list[int] = []
+        send = client._socket.send
+        loop = asyncio.get_running_loop()
+
+        def count_turn() -> None:
+            nonlocal turn
+            turn += 1
+            ticking[0] = loop.call_soon(count_turn)
+
+        def counting(frame: bytes) -> bool:
+            if isinstance(decode_from_gateway(frame), Keep):
+                turns.append(turn)
+            return send(frame)
+
+        client._socket.send = counting  # type: ignore[method-assign]
+        ticking = [loop.call_soon(count_turn)]
+        bare.got.clear()
+        bare.send(NEXT)
+        await bare.wait_for(HandedOver)
+        ticking[0].cancel()
+        assert len(kept_by(bare)) == 253 and isinstance(bare.got[-1], HandedOver | Heartbeat)
+        portions = [turns.count(number) for number in dict.fromkeys(turns)]
+        assert portions == [100, 100, 52, 1], "a hundred, or a megabyte"
+
+
+async def test_what_the_engine_did_not_get_is_given_again(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await bare.wait_for(HandedOver)
+        for number in range(5):
+            client.ended.keep(ended(number), "alice", 60.0)
+        send = client._socket.send
+        num_refused = 0
+
+        def full(frame: bytes) -> bool:
+            """No room behind the third one, for a while."""
+            nonlocal num_refused
+            if isinstance(decode_from_gateway(frame), Keep | HandedOver) and len(kept) == 3 and num_refused < 2:
+                num_refused += 1
+                return False
+            if isinstance(decode_from_gateway(frame), Keep):
+                kept.append(frame)
+            return send(frame)
+
+        kept: list[bytes] = []
+        client._socket.send = full  # type: ignore[method-assign]
+        bare.send(NEXT)
+        await bare.wait_for(HandedOver, 2)
+        assert num_refused == 2 and kept_by(bare) == [ended(number).stream_id for number in range(5)]
+
+
+async def test_a_connection_that_breaks_before_all_is_given_begins_again(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await bare.wait_for(HandedOver)
+        for number in range(150):
+            client.ended.keep(ended(number), "alice", 60.0)
+        give = client._give
+
+        def break_off(*portion: Any) -> None:
+            client._give = give  # type: ignore[method-assign]
+            give(*portion)
+            client._lose("the engine's connection broke")
+
+        client._give = break_off  # type: ignore[method-assign]
+        bare.send(NEXT)
+        hello = await bare.wait_for(Hello, 2)
+        assert hello.epoch == READY.epoch, "it has still something to bring"
+        await asyncio.sleep(0.02)
+        bare.pump()
+        assert len(kept_by(bare)) == 100
+        bare.send(NEXT)
+        await bare.wait_for(HandedOver, 2)
+        assert kept_by(bare)[100:] == [ended(number).stream_id for number in range(150)]
+        client._send_hello()
+        assert (await bare.wait_for(Hello, 3)).epoch == NEXT.epoch
+
+
+async def test_a_stream_that_was_deleted_without_an_engine_is_forgotten_by_it_when_it_is_back(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await bare.wait_for(HandedOver)
+        client.ended.keep(ended(1), "alice", 60.0)
+        client.ended.keep(ended(2), "alice", 60.0)
+        send = client._socket.send
+        client._socket.send = lambda frame: False  # type: ignore[method-assign]
+        client.forget(ended(1).stream_id, "alice")
+        client._socket.send = send  # type: ignore[method-assign]
+        bare.send(NEXT)
+        assert await bare.wait_for(Forget) == Forget(ended(1).stream_id, "alice")
+        await bare.wait_for(HandedOver, 2)
+        assert kept_by(bare) == [ended(2).stream_id]
+        # And when it was deleted at another gateway
+        bare.send(Forget(ended(2).stream_id, "bob"))
+        bare.send(Forget(ended(2).stream_id, "alice"))
+        await eventually(lambda: client.ended.stream_ids == [])
 
 
 async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare: BareEngine) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from gateway import keys, supervised_engine, supervisor
 from gateway.supervisor import RESTART_SIGNAL, Supervisor
+from streamkv.process import HAND_OVER_SIGNAL
 from tests.support.running_gateway import VOCAB_SIZE, RunningGateway, eventually, running_gateway, small_tokenizer
 from tests.support.scripted_engine import free_endpoint, serving
 from tests.support.scripted_executor import ScriptedExecutor
@@ -23,7 +24,7 @@ def make_room(number, frame):
     with open(sys.argv[1], "a") as lives:
         lives.write("made room\\n")
     sys.exit(0)
-signal.signal(signal.SIGUSR1, make_room)
+signal.signal(signal.SIGRTMIN, make_room)
 with open(sys.argv[1], "a") as lives:
     lives.write("began\\n")
 time.sleep(60)
@@ -131,7 +132,7 @@ async def test_a_containers_first_process_gives_it_a_new_engine_and_ends_with_0(
 
 
 async def test_a_child_that_does_not_make_room_is_killed() -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    deaf = "import signal, time; signal.signal(signal.SIGRTMIN, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     watched = Supervisor([sys.executable, "-c", deaf], stop_grace_s=0.5)
     watched.restart()  # there is none yet
     running = asyncio.create_task(watched.run())
@@ -140,7 +141,7 @@ async def test_a_child_that_does_not_make_room_is_killed() -> None:
         pid = watched.pid
         assert pid is not None
         until_s = time.monotonic() + 20
-        while not _ignores(pid, RESTART_SIGNAL):
+        while not _ignores(pid, HAND_OVER_SIGNAL):
             assert time.monotonic() < until_s
             await asyncio.sleep(0.02)
         watched.restart()

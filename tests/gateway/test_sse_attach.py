@@ -16,6 +16,7 @@ import pytest
 
 from gateway import keys
 from gateway.auth import ApiKeys, Caller
+from streamkv.protocol import WIRE_VERSION, HandedOver, Hello, Ready
 from tests.support.running_gateway import (
     VOCAB_SIZE,
     RunningGateway,
@@ -28,6 +29,7 @@ from tests.support.scripted_engine import serving
 from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.speaking_executor import SpeakingExecutor
 from tests.support.tool_models import tool_model
+from tests.support.wire_gateway import WireGateway
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -345,16 +347,13 @@ async def test_what_had_ended_before_its_client_came_back_outlives_its_engine(mo
                 assert told == unbroken
 
 
-async def test_a_new_engine_says_to_come_again_until_every_gateway_has_brought_its_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("engine.requests._SUCCESSION_S", 1.0)
+async def test_a_new_engine_says_to_come_again_until_every_gateway_has_brought_its_streams() -> None:
     with serving(executor()) as engine:
         async with running_gateway(engine.endpoint) as gateway:
             name = "0" * 32
             assert await answer_of_status(gateway, name) == 404, "no engine was here before"
             engine.stop()
-            with serving(executor(), endpoint=engine.endpoint):
+            with serving(executor(), endpoint=engine.endpoint) as second:
                 await gateway.wait_ready()
                 async with gateway.session.get(f"{gateway.url}/v1/streams/{name}") as response:
                     assert response.status == 503 and int(response.headers["Retry-After"]) >= 1
@@ -363,7 +362,14 @@ async def test_a_new_engine_says_to_come_again_until_every_gateway_has_brought_i
                 async def is_unknown() -> bool:
                     return await answer_of_status(gateway, name) == 404
 
-                await eventually_async(is_unknown)
+                # It has listened so long that every gateway that lives has come; one of them is not through
+                with WireGateway(second.endpoint, say_hello=False) as slow:
+                    slow.send(Hello(WIRE_VERSION, slow.gateway_id, epoch=7))
+                    slow.wait_for(Ready)
+                    second.loop._succession._until_s = 0.0
+                    assert not await is_unknown()
+                    slow.send(HandedOver())
+                    await eventually_async(is_unknown)
 
 
 async def test_the_engines_longest_grace_period_holds_at_every_gateway() -> None:
@@ -373,8 +379,9 @@ async def test_the_engines_longest_grace_period_holds_at_every_gateway() -> None
             name = last_id.partition(".")[0]
             assert await answer_of_status(gateway, name) == 200
             kept = gateway.app[keys.ENGINE].ended
-            assert [keep.grace_s <= 0.2 for keep in kept.for_next_engine()] == [True]
-            await eventually(lambda: not list(kept.for_next_engine()))
+            keep = kept.for_next_engine(bytes.fromhex(name))
+            assert keep is not None and keep.grace_s <= 0.2
+            await eventually(lambda: not kept.stream_ids)
 
             async def is_unknown() -> bool:
                 return await answer_of_status(gateway, name) == 404
@@ -528,10 +535,100 @@ async def test_delete_ends_a_stream(is_elsewhere: bool) -> None:
                 return (await gateway.metrics())["num_allocated_blocks"] == 0
 
             await eventually_async(is_idle)
-            async with gateway.session.delete(url) as deleted:
-                assert deleted.status == 204  # it is kept for its grace period, ended
+            await eventually_async(lambda: _is_gone(one, two, url))
             async with gateway.session.delete(f"{gateway.url}/v1/streams/{'0' * 32}") as deleted:
                 assert deleted.status == 404
+
+
+async def _is_gone(one: RunningGateway, two: RunningGateway, url: str) -> bool:
+    """Unknown at both, to whoever reads and to whoever deletes."""
+    path = "/v1/streams/" + url.rpartition("/")[2]
+    for gateway in (one, two):
+        for method in ("GET", "DELETE"):
+            async with gateway.session.request(method, gateway.url + path) as response:
+                if response.status != 404 or (await response.json())["error"]["code"] != "unknown_stream":
+                    return False
+    return True
+
+
+@pytest.mark.parametrize("more", [{}, {"stop": text_of(25)[-6:]}], ids=str)
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_delete_forgets_what_has_ended_everywhere_and_for_the_next_engine(
+    is_elsewhere: bool, more: dict[str, Any]
+) -> None:
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            last_id, _ = received(await raw_answer(one, TEXT, completion(40, **more)))
+            other_id, _ = received(await raw_answer(one, TEXT, completion(40, **more)))
+            first_id = last_id.partition(".")[0] + ".-"
+            assert await rest(two, first_id), "so that it is kept there, too"
+            async with (two if is_elsewhere else one).session.delete(stream_url(one, last_id).replace(
+                one.url, two.url if is_elsewhere else one.url
+            )) as deleted:  # fmt: skip
+                assert deleted.status == 204
+            await eventually_async(lambda: _is_gone(one, two, stream_url(one, last_id)))
+            engine.stop()
+            with serving(executor(), endpoint=engine.endpoint) as second:
+                second.loop._succession._until_s = 0.0
+                await one.wait_ready()
+                await two.wait_ready()
+                await eventually_async(lambda: _is_gone(one, two, stream_url(one, last_id)))
+                kept = other_id.partition(".")[0] + ".-"
+                assert joined(received(await rest(two, kept))[1])["done"] == 1, "the one beside it stays"
+
+
+async def test_a_grace_period_begins_with_the_end_however_often_it_is_read() -> None:
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            last_id, _ = received(await raw_answer(one, TEXT, completion()))
+            name = bytes.fromhex(last_id.partition(".")[0])
+            ended_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.3)
+            for gateway in (one, two, one, two):
+                assert await rest(gateway, f"{name.hex()}.3")
+                keep = gateway.app[keys.ENGINE].ended.for_next_engine(name)
+                assert keep is not None
+                left_s = ended_s + 30 - asyncio.get_running_loop().time()
+                assert left_s - 1 < keep.grace_s <= left_s + 0.1
+            engine.stop()
+            with serving(executor(), endpoint=engine.endpoint):
+                await one.wait_ready()
+                await two.wait_ready()
+                await rest(one, f"{name.hex()}.3")
+                stale = one.app[keys.ENGINE].ended.for_next_engine(name)
+                assert stale is not None
+                assert stale.grace_s <= ended_s + 30 - asyncio.get_running_loop().time() + 0.1
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+async def test_a_cursor_that_no_client_can_have_of_an_ended_stream_is_a_400(is_elsewhere: bool) -> None:
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            gateway = two if is_elsewhere else one
+            plain = received(await raw_answer(one, TEXT, completion()))[0]
+            stopped = received(await raw_answer(one, TEXT, completion(40, stop=text_of(25)[-6:], n=2)))[0]
+            assert plain.endswith(".20e,d") and stopped.endswith(".25e,25e,d")
+            for event_id, cursor, reason in (
+                (plain, "21", "is at token 21 of choice 0, which has 20 so far"),
+                (plain, "5e", "has the end of choice 0 at token 5, but it came at 20"),
+                (plain, "5e,u", "has the end of choice 0 at token 5, but it came at 20"),
+                (plain, "12~1e.1", "has the end of choice 0 at token 13, but it came at 20"),
+                (plain, "-1", "is no cursor"),
+                (plain, "20,1", "has entries for 2 choices, but this stream has 1"),
+                # The engine had come further than the stop string
+                (stopped, "25,26", "is at token 26 of choice 1, which has 25 so far"),
+                (stopped, "26e,25", "is at token 26 of choice 0, which has 25 so far"),
+                (stopped, "25e,20e", "has the end of choice 1 at token 20, but it came at 25"),
+            ):
+                name = event_id.partition(".")[0]
+                status, error = await answer_of(gateway, f"/v1/streams/{name}", **{"Last-Event-ID": f"{name}.{cursor}"})
+                assert (status, error.get("param")) == (400, "Last-Event-ID"), cursor
+                assert reason in error["message"]
+                status, error = await answer_of(gateway, f"/v1/streams/{name}?cursor={cursor}")
+                assert (status, error["param"]) == (400, "cursor") and reason in error["message"]
+            for event_id, cursor in ((plain, "20"), (plain, "20e"), (plain, "12~8e.1"), (stopped, "25,25e")):
+                raw = await rest(gateway, f"{event_id.partition('.')[0]}.{cursor}")
+                assert raw.endswith(b"data: [DONE]\n\n")
 
 
 async def test_the_grace_period_may_come_by_a_header(gateway: RunningGateway) -> None:

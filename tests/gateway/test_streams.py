@@ -9,9 +9,10 @@ import pytest
 from gateway.bounded_writer import BoundedWriter, Outbox
 from gateway.cursor import at_token, parse_cursor
 from gateway.deltas import Delta
-from gateway.streams import MAX_DEATHS_BEHIND, MAX_ENGINE_DEATHS, Ending, Stream, StreamState, Usage
+from gateway.streams import Ending, Stream, StreamState, Usage
+from gateway.suspicion import MAX_ENGINE_DEATHS
 from streamkv.errors import StreamKVError
-from streamkv.protocol import Attached, Finished, pack_ids
+from streamkv.protocol import Attached, Finished, Rejected, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import eventually, small_tokenizer
 from tests.support.told_stream import new_stream
@@ -135,30 +136,52 @@ async def test_ranked_choices_are_cleared_by_coming_further_than_at_any_end_befo
     told = Told()
     stream = begun(told, sampling=SamplingParams(seed=1, max_tokens=50, best_of=3))
     counted = []
-    for num_tokens in (0, 4, 3, 9, 7):
+    for num_tokens in (0, 0, 9, 9, 7, 9):
         stream.suspected(num_tokens)
         submit = stream.submission(8)
         assert submit is not None and submit.prior_token_ids == []
         counted.append((submit.runs_alone, submit.ranked_tokens))
-    assert counted == [(False, 0), (False, 4), (True, 4), (False, 9), (True, 9)]
-    stream.suspected(5)
-    assert stream.submission(9) is not None, "it was past that place before, and not what ended the engine there"
+    assert counted == [(False, 1), (True, 1), (False, 10), (False, 10), (False, 10), (False, 10)], (
+        "three ends at other places, so that those at this one tell less"
+    )
+    for _ in range(2):
+        stream.suspected(9)
+        submit = stream.submission(8)
+    assert submit is not None and submit.runs_alone
     stream.suspected(9)
     assert stream.submission(10) is None and told.failure is not None
 
 
-async def test_ends_at_which_ranked_choices_were_behind_do_not_go_on_for_ever() -> None:
-    stream = begun(Told(), sampling=SamplingParams(seed=1, max_tokens=50, best_of=3))
-    stream.suspected(30)
-    for _ in range(MAX_DEATHS_BEHIND):
-        stream.suspected(5)
+BEST_OF = SamplingParams(seed=1, max_tokens=50, best_of=3)
+
+
+async def test_whoever_takes_up_a_stream_knows_at_how_many_ends_it_was_there() -> None:
+    for sampling, place in ((BEST_OF, 20), (SamplingParams(seed=1, max_tokens=50), 0)):
+        stream = begun(Told(), sampling=sampling)
+        for _ in range(2):
+            stream.suspected(place)
         submit = stream.submission(8)
-        assert submit is not None and not submit.runs_alone
-    stream.suspected(5)
-    submit = stream.submission(8)
+        assert submit is not None
+        elsewhere = new_stream(Told())
+        elsewhere.attached(Attached(9, b"s" * 16, submit.gateway_state, submit.prompt_token_ids, 0, [b""]))
+        again = elsewhere.submission(10)
+        assert again is not None and (again.runs_alone, again.ranked_tokens) == (True, submit.ranked_tokens)
+        elsewhere.suspected(place)
+        assert elsewhere.submission(11) is None
+
+
+async def test_an_end_before_an_attach_was_answered_counts_like_all_others() -> None:
+    stream = begun(Told(), sampling=BEST_OF)
+    stream.suspected(20)
+    remains = stream.remains()
+    told = Told()
+    taking_up = new_stream(told, inherits=remains)
+    taking_up.suspected(20)
+    taking_up.reject(Rejected(9, "unknown_stream", ""))
+    submit = taking_up.submission(10)
     assert submit is not None and submit.runs_alone
-    stream.suspected(5)
-    assert stream.submission(9) is None
+    taking_up.suspected(20)
+    assert taking_up.submission(11) is None and told.failure is not None
 
 
 async def test_deaths_at_which_it_was_not_computed_and_those_before_a_token_do_not_count() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gateway import supervisor
-from gateway.supervisor import EXIT_USAGE, ChildFailed, Supervisor, describe_exit
+from gateway.supervisor import ChildFailed, Supervisor, describe_exit
+from streamkv.process import EXIT_UNUSABLE
 from tests.support.running_gateway import eventually
 
 
@@ -77,10 +78,10 @@ async def test_a_child_that_ignores_sigterm_is_killed() -> None:
 
 
 async def test_a_child_that_cannot_run_is_not_tried_again() -> None:
-    watched = Supervisor(child(f"raise SystemExit({EXIT_USAGE})"))
+    watched = Supervisor(child(f"raise SystemExit({EXIT_UNUSABLE})"))
     with pytest.raises(ChildFailed) as caught:
         await asyncio.wait_for(watched.run(), 10)
-    assert caught.value.exit_code == EXIT_USAGE and watched.num_restarts == 0
+    assert caught.value.exit_code == EXIT_UNUSABLE and watched.num_restarts == 0
 
 
 async def test_a_child_that_never_gets_ready_is_given_up_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:

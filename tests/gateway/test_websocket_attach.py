@@ -158,6 +158,28 @@ async def test_what_cannot_be_attached_to_is_said_and_stays(fields: Event, param
             assert joined(await events_of(gateway, asked)) == joined(events)
 
 
+@pytest.mark.parametrize(
+    ("cursor", "reason"),
+    [
+        ("5e", "has the end of choice 0 at token 5, but it came at 25"),
+        ("12~1e.1", "has the end of choice 0 at token 13, but it came at 25"),
+        ("26", "is at token 26 of choice 0, which has 25 so far"),  # the engine had come further than the stop string
+    ],
+)
+async def test_a_cursor_that_no_client_can_have_gets_nothing_but_an_error(cursor: str, reason: str) -> None:
+    with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE)) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            message = {"type": "generate", "id": "a", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+            events = await events_of(one, {**message, "stop": text_of(25)[-6:], "attach_grace_s": 30})
+            assert events[-2]["num_tokens"] == 25
+            asked = {"type": "attach", "id": "b", "stream_id": events[0]["stream_id"], "cursor": cursor}
+            for gateway in (one, two):
+                told = await events_of(gateway, asked)
+                assert {event["type"] for event in told[:-1]} <= {"started"}
+                assert (told[-1]["type"], told[-1]["error"]["param"]) == ("error", "cursor")
+                assert reason in told[-1]["error"]["message"]
+
+
 async def test_a_cancel_of_an_attach_ends_the_stream_that_it_finds() -> None:
     """Also when it comes before the answer: what its client wants is no further token."""
     with serving(ScriptedExecutor(vocab_size=VOCAB_SIZE, step_s=0.005)) as engine:

@@ -178,7 +178,7 @@ async def test_it_gives_up_after_its_patience(gateway: RunningGateway) -> None:
 
 
 async def test_a_stream_that_the_server_lost_is_said_to_be_lost(gateway: RunningGateway) -> None:
-    """Its grace period is shorter than the break."""
+    """Its grace period is shorter than the break, or it was deleted meanwhile."""
     request = {**REQUEST, "max_tokens": 1500, "attach_grace_s": 0.05}
     async with cutting_proxy(gateway.url) as proxy, Client(proxy.url) as client, client.socket() as socket:
         sse = client.stream({**REQUEST, "max_tokens": 1500, "attach_grace_s": 20})
@@ -190,10 +190,10 @@ async def test_a_stream_that_the_server_lost_is_said_to_be_lost(gateway: Running
         await eventually(lambda: gateway.app[keys.GENERATION].num_live <= 1)
         async with Client(gateway.url) as straight:
             await straight.cancel(sse.stream_id)
-        await asyncio.sleep(0.5)  # its end is kept for the grace period, too
+        await asyncio.sleep(0.5)  # the end of the other is kept for its grace period, too
         proxy.is_open = True
-        texts, reasons, _ = await told(over_sse)
-        assert reasons == {0: ["abort"]} and texts[0]
+        with pytest.raises(StreamLost):
+            await told(over_sse)
         with pytest.raises(StreamLost):
             await told(over_socket)
 
@@ -275,7 +275,8 @@ async def test_cancel_ends_a_stream_from_outside(gateway: RunningGateway) -> Non
 async def test_a_reader_who_stands_still_holds_up_nobody_else_on_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CREDIT_TOKENS", 64)
     long = {**REQUEST, "max_tokens": 400}
-    with serving(executor()) as engine:
+    # Steps take time, so that few tokens are on their way until the pause has reached the engine.
+    with serving(executor(step_s=0.005)) as engine:
         async with (
             running_gateway(engine.endpoint) as gateway,
             Client(gateway.url) as client,
@@ -285,7 +286,7 @@ async def test_a_reader_who_stands_still_holds_up_nobody_else_on_the_socket(monk
             first = await anext(still)
             assert (await told(socket.generate(REQUEST)))[2] == 150
             await asyncio.sleep(0.5)
-            assert gateway.app[keys.ENGINE].num_tokens - 150 <= 64 + 10
+            assert gateway.app[keys.ENGINE].num_tokens - 150 <= 64 + 30
             texts, reasons, num_tokens = await told(still)
     assert (first.text + texts[0], reasons, num_tokens) == (text_of(400), {0: ["length"]}, 400)
 

@@ -12,8 +12,10 @@ from streamkv.protocol import (
     Drain,
     EngineMessage,
     Finished,
+    Forget,
     GatewayMessage,
     GetStats,
+    HandedOver,
     Heartbeat,
     Hello,
     Histogram,
@@ -67,10 +69,12 @@ SUBMIT = Submit(
 TOLD = TokenLogprobs(pack_floats([-0.5, -2.0]), pack_ids([4, 5, 6, 7]), pack_floats([-0.5, -1, -1.5, -2]))
 END = Finished(1, 0, "stop", "eos", 2, 10, 1)
 ATTACHED = Attached(
-    1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END], [TOLD, TokenLogprobs(b"")], TOLD
+    1, b"s" * 16, b"state", pack_ids([1]), 3, [pack_ids([4]), b""], [END], [TOLD, TokenLogprobs(b"")], TOLD, 2.5
 )
 FROM_GATEWAY: list[GatewayMessage] = [
-    Hello(WIRE_VERSION, b"g" * 16),
+    Hello(WIRE_VERSION, b"g" * 16, 2**62),
+    HandedOver(),
+    Forget(b"s" * 16, "tenant"),
     Heartbeat(5, 2**62),
     SUBMIT,
     Abort(1, "timeout", 3),
@@ -99,6 +103,7 @@ FROM_ENGINE: list[EngineMessage] = [
     Stats(1, {"a": 1.5}, {"b": 2.0}, {"h": Histogram([1.0], [2, 3], 4.5)}),
     Heartbeat(5, 2**62, True, 1.5, 2.5),
     WireError("undecodable", "why", 7),
+    Forget(b"s" * 16, "tenant"),
 ]
 
 
@@ -114,11 +119,17 @@ def test_every_engine_message_survives_the_wire(message: EngineMessage) -> None:
 
 def test_every_message_has_a_tag_of_its_own_and_neither_side_takes_the_others() -> None:
     tags = [msgspec.msgpack.decode(encode(message))[0] for message in [*FROM_GATEWAY, *FROM_ENGINE]]
-    assert len(set(tags)) == len(tags) - 1, "Heartbeat goes both ways"
+    assert len(set(tags)) == len(tags) - 2, "Heartbeat and Forget go both ways"
     for message in FROM_ENGINE:
-        if not isinstance(message, Heartbeat):
+        if not isinstance(message, Heartbeat | Forget):
             with pytest.raises(WireDecodeError):
                 decode_from_gateway(encode(message))
+
+
+def test_each_version_understands_the_other_s_hello_and_can_say_which_one_it_is() -> None:
+    first = msgspec.msgpack.encode([1, 1, b"g" * 16])
+    assert decode_from_gateway(first) == Hello(1, b"g" * 16)
+    assert msgspec.msgpack.decode(encode(Hello(WIRE_VERSION, b"g" * 16, 5)))[:3] == [1, WIRE_VERSION, b"g" * 16]
 
 
 def test_a_newer_peer_may_add_fields_at_the_end() -> None:

@@ -7,6 +7,7 @@ from gateway.deltas import Delta, TokenLogprob
 from gateway.engine_client import EngineClient
 from gateway.streams import Ending, Outlet, Stream, Usage
 from streamkv.errors import StreamKVError
+from streamkv.protocol import Attached
 from tests.support.running_gateway import small_tokenizer
 from tests.support.scripted_engine import free_endpoint
 
@@ -49,7 +50,9 @@ class Told:
         )
 
 
-def new_stream(outlet: Outlet, tenant: str = "", known: Cursor = FROM_START) -> Stream:
+def new_stream(
+    outlet: Outlet, tenant: str = "", known: Cursor = FROM_START, inherits: Attached | None = None
+) -> Stream:
     """It has no state; its engine is not there."""
     with free_endpoint() as endpoint:
         engine = EngineClient(endpoint, heartbeat_s=1.0, engine_timeout_s=10.0)
@@ -63,4 +66,5 @@ def new_stream(outlet: Outlet, tenant: str = "", known: Cursor = FROM_START) -> 
         on_end=lambda _: None,
         tenant=tenant,
         known=known,
+        inherits=inherits,
     )

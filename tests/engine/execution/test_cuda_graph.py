@@ -1,5 +1,7 @@
 """Sizes that steps are padded to, and what runs for a part that was not captured."""
 
+import contextlib
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -37,6 +39,34 @@ def test_what_was_not_captured_is_launched() -> None:
     graphs = StepGraphs()
     graphs.run(("body", 16), lambda: ran.append("body"))
     assert ran == ["body"] and len(graphs) == 0
+
+
+@pytest.mark.parametrize("ends_badly", [False, True])
+def test_a_capture_that_fails_tells_why_and_not_that_it_was_broken_off(
+    ends_badly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Graph:
+        """A capture in which something failed cannot be ended well, and CUDA says so."""
+
+        def capture_begin(self, **_: object) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            ended.append(True)
+            if ends_badly:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def launch() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    graphs = StepGraphs()
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture([(("body", 4), launch)], None)  # type: ignore[arg-type]
+    assert ended == [True] and len(graphs) == 0 and gc.isenabled()
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from engine.execution.device_changes import MAX_BANS
 from engine.execution.device_sampler import DeviceSampler
 from engine.execution.logprobs import logprobs_of
 from engine.execution.penalties import LogitChanges
@@ -231,8 +230,30 @@ def test_compiling_leaves_nothing_behind(device: torch.device) -> None:
     assert token_ids.tolist() == [77] and last_tokens.tolist() == [0, 77]
 
 
-def test_refuses_more_bans_than_there_is_room_for(device: torch.device) -> None:
-    sampling = SamplingParams(seed=1, max_tokens=9, min_tokens=2)
-    sequence = NewSequence(1, 0, sampling, 5, tuple(range(MAX_BANS + 1)))
-    with pytest.raises(ValueError, match=f"at most {MAX_BANS}, got {MAX_BANS + 1}"):
-        DeviceSampler(2, 1000, device).add(0, sequence, [])
+def test_a_model_may_have_any_number_of_ends(device: torch.device) -> None:
+    """And whoever stands beside such a sequence keeps the bans that it had."""
+    sampler = DeviceSampler(NUM_SLOTS, 1000, device)
+    logits = torch.arange(1000, 0, -1).float().repeat(3, 1)
+    rows = []
+    for seq_slot, ends in enumerate(([0, 1, 5], range(600), [0])):
+        sampling = SamplingParams(seed=1, max_tokens=9, min_tokens=2, temperature=0.0, stop_token_ids=[1, 601])
+        one = NewSequence(seq_slot, 0, sampling, 5, tuple(ends))
+        sampler.add(seq_slot, one, [])
+        rows.append(SampledRow(one, 6))
+    sampler.upload()
+    slots = torch.arange(3, dtype=torch.int32, device=device)
+    last_tokens = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=device)
+    expected = sample_step(logits.clone(), rows, None).token_ids
+    assert expected == [2, 600, 2]
+    token_ids = torch.zeros_like(slots)
+    sampler.sample_more(logits.to(device), rows, slots, torch.full_like(slots, 6), token_ids, last_tokens, None)
+    assert token_ids.tolist() == expected
+
+
+def test_there_are_no_more_rows_of_counts_than_sequences(device: torch.device) -> None:
+    """A row has the size of the vocabulary, and comes out of what is left beside the KV pool."""
+    sampler = DeviceSampler(9, VOCAB_SIZE, device)
+    for sequence_id in range(20):
+        sampler.add(sequence_id % 9, facts(sequence_id, presence_penalty=0.5), [])
+    counts = sampler._changes._counts
+    assert counts is not None and counts.shape == (9, VOCAB_SIZE)

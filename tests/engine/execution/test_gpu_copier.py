@@ -148,6 +148,20 @@ def test_ids_that_are_no_blocks_are_an_error_and_move_nothing(
     assert not rig.host.any()
 
 
+@pytest.mark.parametrize("num_staged", [1, 3, 1000])
+def test_its_buffers_take_no_more_than_is_kept_for_them(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, num_staged: int
+) -> None:
+    block_bytes = 2 * 2 * 4 * 64 * 2
+    monkeypatch.setattr(gpu_copier, "_STAGING_BYTES", num_staged * block_bytes)
+    rig = make_rig(shape=(2, 2, 24, 4, 2, 32), num_host_blocks=20)
+    taken_bytes = sum(lane.rows.nbytes for lane in rig.copier._lanes)
+    assert taken_bytes == 2 * min(num_staged, 20) * block_bytes
+    assert taken_bytes <= gpu_copier.staging_bytes(block_bytes, 20)
+    gib = 2**30
+    assert gpu_copier.staging_bytes(gib, 20) >= 2 * gib, "a lane has one block, however large"
+
+
 def test_rows_of_another_size_are_refused(device: torch.device) -> None:
     storage = torch.zeros(3, 2, 4, 4, 2, 8, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="blocks have 768 bytes, rows of host memory 64"):

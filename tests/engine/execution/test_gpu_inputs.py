@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from engine.execution import gpu_inputs
 from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord
+from engine.kernels.step_inputs import write_tables
 from engine.plan import NewSequence, ScheduledSequence, StepPlan
 from streamkv.sampling import SamplingParams
 
@@ -19,6 +21,12 @@ MAX_NUM_TOKENS = 40
 def slots_given() -> list[tuple[int, int]]:
     """(seq_slot, sequence_id) as they were given away."""
     return []
+
+
+@pytest.fixture
+def short_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of books that are made after it."""
+    monkeypatch.setattr(gpu_inputs, "_MIN_ENTRIES", 8)
 
 
 @pytest.fixture
@@ -94,6 +102,7 @@ def test_a_preempted_sequence_starts_over_with_other_blocks(books: DeviceBooks) 
     assert read(books, plan) == [(10, 0, 36), (11, 1, 37)]
 
 
+@pytest.mark.usefixtures("short_record")
 def test_tables_that_are_too_many_for_the_record_come_all_the_same(books: DeviceBooks) -> None:
     tables = {i: [1000 * i + place for place in range(290)] for i in (1, 2, 3)}
     plan = StepPlan(
@@ -103,6 +112,27 @@ def test_tables_that_are_too_many_for_the_record_come_all_the_same(books: Device
     read(books, plan)
     for i, later in twice.items():
         assert read(books, later) == [(i, 801, 4 * (1000 * i + 200) + 1)]
+
+
+@pytest.mark.usefixtures("short_record")
+def test_what_long_tables_take_on_the_device_does_not_grow_with_them(
+    books: DeviceBooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def counted(tables: torch.Tensor, entries: torch.Tensor, num_entries: torch.Tensor) -> None:
+        sizes.append(len(entries))
+        write_tables(tables, entries, num_entries)
+
+    monkeypatch.setattr(gpu_inputs, "_ENTRIES_AT_ONCE", 100)
+    monkeypatch.setattr(gpu_inputs, "write_tables", counted)
+    tables = {i: [1000 * i + place for place in range(290 + i)] for i in (1, 2, 3)}
+    plan = StepPlan(1, [entry(i, 1150, [i], table) for i, table in tables.items()], new_sequences=[*map(facts, tables)])
+    books.apply(plan)
+    books.stage(plan)
+    assert sizes == [100] * 8 + [76]
+    for i, table in tables.items():
+        assert books.block_tables[books.records[i].seq_slot, : len(table)].tolist() == table
 
 
 def test_what_was_sampled_is_kept_where_penalties_count_it(books: DeviceBooks) -> None:

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.gpu_memory import GpuMemory, card_bytes, peak_bytes, size_gpu_pool
+from engine.execution.gpu_memory import (
+    CardBytes,
+    GpuMemory,
+    card_bytes,
+    measured_memory,
+    peak_bytes,
+    size_gpu_pool,
+)
 from engine.execution.kv_cache import GIB, bytes_per_block
 from engine.models.config import ModelConfig, RopeConfig
 from streamkv.config import EngineConfig
@@ -79,8 +86,43 @@ def test_what_another_process_has_does_not_count_against_the_share() -> None:
     assert gib_of(half, card(free=140 - 63 - 16)) == gib_of(half, card(free=124))
 
 
+def measured(
+    before: float, now: float, reserved: float, total: float = 140, step: float = 1, graphs: float = 1, late: float = 0
+) -> GpuMemory:
+    """In GiB: what was free when the process began and is now, and what PyTorch has."""
+    sizes = [int(gib * GIB) for gib in (reserved, step, graphs, late)]
+    return measured_memory(*(CardBytes(int(total * GIB), int(free * GIB)) for free in (before, now)), *sizes)
+
+
+def test_the_drivers_context_counts_as_the_engines() -> None:
+    """Of a card that nobody else uses no more is taken than is asked for, weights, context and all."""
+    memory = measured(before=139.5, now=123, reserved=16)
+    assert memory.own_bytes == int(17 * GIB)
+    share = EngineConfig(gpu_memory_utilization=0.5)
+    pool_gib = gib_of(share, memory)
+    assert pool_gib == pytest.approx(70 - 17 - 2, abs=BLOCK_BYTES / GIB)
+    assert pool_gib + 17 + 2 <= 70
+
+
+def test_what_others_have_is_not_taken_for_the_drivers_context() -> None:
+    """CUDA tells no process what was free before it had a context."""
+    alone, second = measured(139.5, 123, 16), measured(139.5 - 63, 123 - 63, 16)
+    assert 16.5 * GIB <= second.own_bytes <= 17.5 * GIB
+    half = EngineConfig(gpu_memory_utilization=0.45)
+    assert gib_of(half, alone) - 0.5 <= gib_of(half, second) <= gib_of(half, alone)
+
+
 def test_a_process_that_ended_meanwhile_makes_no_room_of_its_own() -> None:
-    assert gib_of(EngineConfig(), card(own=-30)) == gib_of(EngineConfig(), card(own=0))
+    same, more = measured(139.5, 123.5, 16), measured(100, 123.5, 16)
+    assert more.own_bytes >= same.own_bytes, "what PyTorch has is the engine's, whatever was free before"
+    assert gib_of(EngineConfig(), more) <= gib_of(EngineConfig(), same)
+
+
+def test_what_is_allocated_behind_the_pool_comes_off_before_it() -> None:
+    none, some = measured(139.5, 123.5, 16), measured(139.5, 123.5, 16, late=3)
+    for share in (0.5, 1.0):  # bound by the share, by what is free
+        config = EngineConfig(gpu_memory_utilization=share)
+        assert gib_of(config, none) - gib_of(config, some) == pytest.approx(3, abs=BLOCK_BYTES / GIB)
 
 
 def test_the_setting_of_a_cpu_changes_nothing_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,7 +235,7 @@ def _rest(memory: GpuMemory) -> tuple[int, int, int]:
 @pytest.mark.gpu
 def test_the_peak_of_a_step_is_measured_and_given_back(device: torch.device) -> None:
     before = card_bytes(device)
-    peak = peak_bytes(lambda: torch.empty(512 * MIB, dtype=torch.uint8, device=device).sum(), device)
+    peak = peak_bytes(lambda: torch.empty(512 * MIB, dtype=torch.uint8, device=device).zero_(), device)
     assert 512 * MIB <= peak < 600 * MIB
     after = card_bytes(device)
     assert after.total_bytes == before.total_bytes >= after.free_bytes

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from engine.execution.kv_cache import (
     size_host,
     size_pool,
 )
+from engine.execution.offload import CpuBlockCopier, allocate_host_memory
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig, RopeConfig
 from streamkv.config import EngineConfig
@@ -172,6 +174,39 @@ def test_scales_go_with_a_float8_cache_one_for_each_layer_and_kv_head(device: to
     assert cache.key_scales is not cache.value_scales
     plain = KvCache(model(num_layers=2), 5, 16, torch.bfloat16, device)
     assert plain.key_scales is None and plain.value_scales is None
+
+
+@pytest.mark.parametrize("num_blocks", [2, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_keys_values_and_scales_of_every_layer_begin_where_kernels_read_wide(
+    dtype: torch.dtype, num_blocks: int, device: torch.device
+) -> None:
+    """So the kernels that were compiled for a throw-away pool are those of every layer of the real one."""
+    narrow = replace(model(num_layers=3), num_heads=3, num_kv_heads=1, head_dim=20)
+    cache = KvCache(narrow, num_blocks, 1, dtype, device)
+    assert cache.storage.shape == (3, 2, num_blocks, 1, 1, 20)
+    for keys, values in cache.layers:
+        assert keys.data_ptr() % 16 == values.data_ptr() % 16 == 0
+        assert keys.is_contiguous() and values.is_contiguous(), "as the kernels want them"
+    for scales in (cache.key_scales, cache.value_scales):
+        if scales is not None:
+            assert scales.tolist() == [[1.0]] * 3
+            assert all(row.data_ptr() % 16 == 0 for row in scales)
+
+
+def test_blocks_of_an_odd_size_go_to_host_memory_and_back() -> None:
+    narrow = replace(model(num_layers=3), num_heads=3, num_kv_heads=1, head_dim=5)
+    cache = KvCache(narrow, 5, 1)
+    cache.storage.copy_(torch.randn(cache.storage.shape))
+    before = cache.storage.clone()
+    host = allocate_host_memory(2, bytes_per_block(narrow, 1))
+    copier = CpuBlockCopier(cache.storage, host)
+    copier.to_host([3, 2], [1, 2])
+    copier.to_device([1], [4])
+    assert torch.equal(cache.storage[:, :, 4], before[:, :, 3]) and torch.equal(
+        cache.storage[:, :, :4], before[:, :, :4]
+    )
+    assert host[2].tobytes() == before[:, :, 2].numpy().tobytes()
 
 
 CACHE_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]

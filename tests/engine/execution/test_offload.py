@@ -347,6 +347,30 @@ def test_close_does_not_wait_for_a_disk_that_hangs(
     assert offload.close()
 
 
+def test_close_does_not_wait_for_a_device_that_hangs(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(has_disk=False)
+    has_begun, may_go = threading.Event(), threading.Event()
+
+    def hang(block_ids: list[int], host_ids: list[int]) -> None:
+        has_begun.set()
+        assert may_go.wait(WAIT_S)
+
+    monkeypatch.setattr(rig.copier, "to_host", hang)
+    offload = Offload(rig.host, rig.copier, None, join_s=0.05)
+    offload.start(Transfer(1, DOWN, [1], [1]), lambda: None)
+    assert has_begun.wait(WAIT_S)
+    (copying,) = offload._threads
+    try:
+        assert not offload.close()
+        assert "the device does not end" in caplog.text
+    finally:
+        may_go.set()
+    copying.join(WAIT_S)
+    assert offload.close()
+
+
 def test_threads_end_with_close_and_only_a_disk_has_one(make_rig: Callable[..., Rig]) -> None:
     def names() -> set[str]:
         return {thread.name for thread in threading.enumerate()} & {"kv-copy", "kv-disk"}

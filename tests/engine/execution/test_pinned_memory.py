@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
+from engine.execution.offload import allocate_host_memory
 from engine.execution.pinned_memory import PinnedMemory
+from streamkv.errors import ConfigError
 
 WAIT_S = 30.0
 
@@ -119,3 +121,9 @@ def test_memory_is_pinned_where_there_is_a_gpu() -> None:
     assert memory.num_pinned_pieces == (1 if torch.cuda.is_available() else 0)
     assert torch.from_numpy(memory.rows).is_pinned() == torch.cuda.is_available()
     memory.close()
+
+
+def test_memory_that_the_system_does_not_give_names_the_setting() -> None:
+    for allocate in (lambda: PinnedMemory(2**34, 2**20), lambda: allocate_host_memory(2**34, 2**20)):
+        with pytest.raises(ConfigError, match=r"host_kv_memory_gib: the system does not give 1\.68e\+07 GiB"):
+            allocate()

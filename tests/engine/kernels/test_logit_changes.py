@@ -104,3 +104,14 @@ def test_bans_hold_until_their_position(position: int, is_exempt: int, is_banned
     if is_banned:
         expected[0, [1099, 5]] = float("-inf")
     assert torch.equal(logits, expected)
+
+
+def test_bans_of_any_number(device: torch.device) -> None:
+    logits = draw_logits(device)
+    expected = logits.clone()
+    ids = torch.zeros(3, 768, dtype=torch.int32, device=device)
+    ids[2, :600] = torch.arange(400, 1000, dtype=torch.int32)
+    nothing = ints([0, 0, 0], device)
+    ban_tokens(logits, ints(SLOTS, device), nothing, nothing, settings(device, until=12, bans=600), ids)
+    expected[0, 400:1000] = float("-inf")
+    assert torch.equal(logits, expected)

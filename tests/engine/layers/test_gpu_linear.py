@@ -1,5 +1,7 @@
 """Every form of a product on a GPU gives the product; few rows and many, plain, narrowed and with fixed bits."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from engine.kernels.scaled_linear import quantise_rows
 from engine.layers.gpu_linear import GpuProduct, choose_gpu_method
 from engine.layers.linear import Linear
+from streamkv.errors import ConfigError
 
 
 def product(
@@ -113,3 +116,22 @@ def test_methods_say_what_they_are(device: torch.device) -> None:
     method = choose_gpu_method(torch.bfloat16, device, "fp8", is_deterministic=True)
     assert method.activation_dtype == torch.bfloat16
     assert method.name == f"float8_e4m3fn on {device}, fixed bits"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "quantization", "wanted"),
+    [
+        ((8, 6), torch.float16, "fp8", "quantization: fp8 needs .* 8.9 or more, this one has 8.6; use none"),
+        ((7, 5), torch.bfloat16, "none", "dtype: bfloat16 needs .* 8.0 or more, this one has 7.5; use float16"),
+    ],
+)
+def test_numbers_that_a_gpu_does_not_have_name_their_setting(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    quantization: Literal["none", "fp8"],
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with pytest.raises(ConfigError, match=wanted):
+        choose_gpu_method(dtype, torch.device("cuda"), quantization)

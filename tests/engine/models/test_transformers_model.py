@@ -158,7 +158,13 @@ def refusal(folder: Path, **config: Any) -> str:
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 2, "n_head": 4}, "no position_ids"),
         ({"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True}, "its attention by itself"),
         (
-            {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 16},
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "model_type": "gpt_oss",
+                "num_local_experts": 2,
+                "num_key_value_heads": 4,
+                "head_dim": 16,
+            },
             "s_aux",
         ),
         (
