@@ -163,8 +163,8 @@ class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
     runs_alone: bool = False
     """It may be what ends the engine: until its first token nothing else is computed."""
     ranked_tokens: int = 0
-    """With runs_alone, where choices are ranked: it runs alone until they have more tokens than these, which they had at
-    an engine's end, or one fewer. Nothing of them was handed out, so they begin with none."""
+    """With runs_alone, where choices are ranked: it runs alone until they have more tokens than these, which they had
+    at an engine's end, or one fewer. Nothing of them was handed out, so they begin with none."""
 
 
 class Abort(msgspec.Struct, tag=4, array_like=True, frozen=True):

@@ -14,6 +14,7 @@ QUERY_ROWS = 128
 """Rows of the matrix tile of a long query: tokens times the heads of a group."""
 SHORT_ROWS = 16
 """The same for a short query, unless a group has more heads: the least that a matrix unit takes."""
+_MIN_DIM = 16
 MIN_PART_TOKENS = 128
 """The smallest part of a context: below it the sum over the parts costs more than their reading."""
 
@@ -196,6 +197,12 @@ class AttentionPlan:
         return self.few if num_seqs <= self.max_few else self.many
 
 
+def padded_dim(head_dim: int) -> int:
+    """The width of a head's tile: a power of two, and as wide as products of tiles must be on a GPU (the interpreter
+    would take less)."""
+    return max(_MIN_DIM, int(triton.next_power_of_2(head_dim)))
+
+
 def _short_rows(group_size: int) -> int:
     return max(SHORT_ROWS, int(triton.next_power_of_2(group_size)))
 
@@ -277,7 +284,7 @@ def _choose_short_tiles(
     def spread(tile: int, num_warps: int, num_buffers: int, programs_per_processor: int) -> ShortTiles:
         return ShortTiles(tile, num_warps, num_buffers, max(1, programs_per_processor * num_processors // num_kv_heads))
 
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = padded_dim(head_dim) * dtype.itemsize
     tile = min(128, max(16, 128 * 256 // row_bytes))
     if dtype.itemsize == 1:
         many = spread(64, 2, 2, 4)
@@ -290,7 +297,7 @@ def _choose_short_tiles(
 
 def _choose_long_tiles(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> LongTiles:
     """The largest that fits into shared memory. Without a matrix unit (float32) larger ones only make longer code."""
-    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    row_bytes = padded_dim(head_dim) * dtype.itemsize
     tiles = (LongTiles(128, 8, 2), LongTiles(64, 8, 2), LongTiles(64, 8, 1), LongTiles(32, 8, 1), LongTiles(16, 8, 1))
     for choice in tiles[3:] if dtype == torch.float32 else tiles:
         if (QUERY_ROWS + 2 * (choice.num_buffers + 1) * choice.tile) * row_bytes <= shared_bytes - 2048:

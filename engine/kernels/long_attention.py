@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_plan import QUERY_ROWS, AttentionPlan
+from engine.kernels.attention_plan import QUERY_ROWS, AttentionPlan, padded_dim
 from engine.kernels.short_attention import LOG2_E, NO_SCORE, narrowed, scaled_scores, tile_slots
 
 
@@ -256,7 +256,7 @@ def long_attention(
         block_tables.stride(0),
         GROUP=plan.group_size,
         HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
+        DIM=padded_dim(head_dim),
         SLOT_STRIDE=num_kv_heads * head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=plan.sliding_window,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attention_plan import AttentionPlan
+from engine.kernels.attention_plan import AttentionPlan, padded_dim
 
 LOG2_E = 1.4426950408889634
 NO_SCORE = tl.constexpr(-1.0e30)
@@ -253,7 +253,7 @@ def short_attention(
     """Write the rows of queries of at most plan.short_tokens tokens. `paged_attention` has the rest, and checks."""
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     tiles = plan.short_tiles(num_seqs)
-    dim = triton.next_power_of_2(head_dim)
+    dim = padded_dim(head_dim)
     group_pad = triton.next_power_of_2(plan.group_size)
     _short_kernel[num_kv_heads, num_seqs + tiles.num_programs](
         out,

@@ -5,8 +5,8 @@
 
 LOADGEN.py is any load generator that takes --workload, --seed, --json and --watch-pid as `streamkv bench` does. Each
 run gets a seed of its own, so that none finds another's prompts in the cache; `--only online-13:1` gives it that one,
-to send the very requests that another server was sent. Prints the time from launch to ready and to the first token, then
-one line a workload: what was asked for and what came out.
+to send the very requests that another server was sent. Prints the time from launch to ready and to the first token,
+then one line a workload: what was asked for and what came out.
 """
 
 import argparse

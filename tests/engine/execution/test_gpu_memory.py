@@ -234,6 +234,7 @@ def _rest(memory: GpuMemory) -> tuple[int, int, int]:
 
 @pytest.mark.gpu
 def test_the_peak_of_a_step_is_measured_and_given_back(device: torch.device) -> None:
+    torch.zeros(1, device=device)  # with the first kernel CUDA loads code, which stays
     before = card_bytes(device)
     peak = peak_bytes(lambda: torch.empty(512 * MIB, dtype=torch.uint8, device=device).zero_(), device)
     assert 512 * MIB <= peak < 600 * MIB
