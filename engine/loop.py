@@ -4,6 +4,7 @@ One thread owns the socket, the scheduler and the publisher. Others only wake it
 the loader when the model is there, a signal that asks for the end.
 """
 
+import gc
 import logging
 import secrets
 import threading
@@ -67,6 +68,9 @@ DEFAULT_DRAIN_S: Final = 30.0
 _LOADING_EVERY_S: Final = 0.1
 _OVERSLEPT_S: Final = 3.0
 """So late is a heartbeat only if this process could not run: its container was frozen, say."""
+_MOST_NEW_OBJECTS: Final = 3_000_000
+"""By which the objects that a collection looks at may have grown: an engine that always has somebody live and leaves
+garbage has its lull then, and not none until its memory is full."""
 _CLOSE_LIMIT_S: Final = 5.0
 """What it may take to close a device that has failed."""
 _FLUSH_LIMIT_S: Final = 4.0
@@ -111,7 +115,8 @@ class EngineLoop:
         """Binds the endpoint. Raises ConfigError.
 
         report: told how far loading is, on the loading thread. on_loaded: called on the loop's when that is over.
-        on_lull: called there when nothing is live any more: the time for what would hold up live streams.
+        on_lull: called there when nothing is live any more: the time for what would hold up live streams. With streams
+        live only when millions of objects are new.
         """
         self._config = config
         self._executor = executor
@@ -156,6 +161,8 @@ class EngineLoop:
         self._lull_s = now_s
         """When on_lull was last called."""
         self._had_work = False
+        self._next_plan_s = inf
+        """When a step is planned if nothing happens before; inf: the device has all it takes, or nothing can run."""
 
     @property
     def endpoint(self) -> str:
@@ -351,8 +358,7 @@ class EngineLoop:
             self._finish_transfers()
             self._look_at_clock()
             self._requests.look_at_suspects()
-            while self._clock() >= self._plan_from_s() and (plan := self._scheduler.plan()):
-                self._launch(plan)
+            self._launch_what_is_due()
             self._start_transfers()
             self._publish()
 
@@ -366,8 +372,17 @@ class EngineLoop:
             self._requests.next_compile_limit_s,
             self._drain_until_s,
         )
-        now_s, plan_s = self._clock(), self._plan_from_s()
-        return max(0.0, (min(due_s, plan_s) if plan_s > now_s else due_s) - now_s)
+        return max(0.0, min(due_s, self._next_plan_s) - self._clock())
+
+    def _launch_what_is_due(self) -> None:
+        # What is decided here is kept: by the time the loop goes to sleep the clock has gone on.
+        while (plan_s := self._plan_from_s()) <= self._clock():
+            plan = self._scheduler.plan()
+            if not plan:
+                plan_s = inf
+                break
+            self._launch(plan)
+        self._next_plan_s = plan_s
 
     def _plan_from_s(self) -> float:
         """When to plan the next step; inf: once the oldest is done."""
@@ -478,7 +493,7 @@ class EngineLoop:
 
     def _rest_in_lull(self) -> None:
         has_stopped = not self._publisher.num_live and not self._in_flight and self._progress_s > self._lull_s
-        if self._on_lull is not None and has_stopped:
+        if self._on_lull is not None and (has_stopped or gc.get_count()[0] > _MOST_NEW_OBJECTS):
             self._on_lull()
             self._lull_s = self._clock()
 

@@ -9,7 +9,7 @@ ended first is dropped first, which is counted (`num_dropped`) and logged.
 import heapq
 import logging
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -433,11 +433,12 @@ class Publisher:
         self.step += 1
         self._send_share(gateway_id, halves[1])
 
-    def finish_unknown(self, gateway_id: bytes, request_id: int, cause: str) -> None:
-        """Answer an Abort of a request that is not there: it has ended, or never was."""
+    def finish_unknown(self, gateway_id: bytes, request_id: int, cause: str, choices: Sequence[int] = (0,)) -> None:
+        """End choices of a request that is not there: it has ended, or never was. An Abort does not say how many it
+        had."""
         self.step += 1
-        end = Finished(request_id, 0, "abort", cause)
-        self._send_counted(gateway_id, StepOutput(self.step, b"", b"", finished=[end]))
+        ends = [Finished(request_id, choice, "abort", cause) for choice in choices]
+        self._send_counted(gateway_id, StepOutput(self.step, b"", b"", finished=ends))
 
     def _finish(self, output: SequenceOutput, now_s: float) -> Finished:
         sequence = output.sequence

@@ -4,9 +4,10 @@ Stands between the messages on one side and scheduler and publisher on the other
 """
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Final
 
 from engine.inbox import Inbox
 from engine.intake import MAX_REQUEST_ID, check_remains, to_request
@@ -38,6 +39,8 @@ _COMPILE_AGAIN_LIMIT_S = 300.0
 """The same for a stream that goes on: it has compiled before, and after an engine's start all do so at once."""
 _UNKNOWN_OUTPUT = 128
 """Tokens that a choice is expected to generate while none has ended."""
+_MAX_FORGOTTEN: Final = 10_000
+"""Deleted streams whose names are remembered, the newest: some 2 MB of them."""
 
 
 class Requests:
@@ -76,6 +79,9 @@ class Requests:
         """Ends that no step brought about and that are not yet published. The loop takes them away."""
         self._drain_s = _SHORTEST_RETRY_S
         self._predict_again_s = 0.0
+        self._forgotten: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+        """stream_id and tenant of what was deleted, the oldest first. A gateway that was away, or whose messages
+        crossed the Forget, would bring it back."""
         self._over_limit: set[bytes] = set()
         """Gateways that have too much unacknowledged: their requests are paused."""
 
@@ -98,7 +104,10 @@ class Requests:
     def submit(self, gateway_id: bytes, submit: Submit, is_draining: bool) -> None:
         self._stats.counters["requests_received_total"] += 1
         known = self._publisher.find(submit.stream_id)
-        if is_draining:
+        if (submit.stream_id, submit.tenant) in self._forgotten:
+            left = [choice for choice in range(submit.sampling.n) if choice not in submit.finished_choices]
+            self._publisher.finish_unknown(gateway_id, submit.request_id, "cancelled", left)
+        elif is_draining:
             self._reject(gateway_id, submit.request_id, "draining", "the engine is about to stop", retry_after_s=1.0)
         elif self._publisher.at(gateway_id, submit.request_id) is not None:
             self._reject(gateway_id, submit.request_id, "duplicate", f"request_id {submit.request_id} is in use")
@@ -229,7 +238,12 @@ class Requests:
     # They change hands
 
     def attach(self, gateway_id: bytes, attach: Attach) -> None:
-        """A stream without a grace period can be taken up again by its own gateway only, while it lives."""
+        """A stream without a grace period can be taken up again by its own gateway only, while it lives. One that was
+        deleted is unknown at once, and its gateway is told so again: it may hold it still."""
+        if (attach.stream_id, attach.tenant) in self._forgotten:
+            self._inbox.send(gateway_id, Forget(attach.stream_id, attach.tenant))
+            self._reject(gateway_id, attach.request_id, "unknown_stream", "the stream was deleted")
+            return
         stream = self._publisher.find(attach.stream_id)
         now_s = self._clock()
         if stream is None or not _may_have(gateway_id, stream, attach.tenant):
@@ -255,26 +269,40 @@ class Requests:
             self._pause_or_resume(stream.request, stream)
 
     def keep(self, gateway_id: bytes, keep: Keep) -> None:
-        """Its gateway had a stream's end from the engine before this one."""
+        """Its gateway had a stream's end from the engine before this one. Nobody wants it that was deleted since."""
         try:
             check_remains(keep.remains)
         except InvalidField as error:
             self._inbox.refuse(gateway_id, "undecodable", f"Keep.remains is not a whole stream: {error}")
             return
         grace_s = min(keep.grace_s, self._config.max_attach_grace_s)
-        if grace_s > 0:  # false for NaN, too
+        if grace_s > 0 and (keep.remains.stream_id, keep.tenant) not in self._forgotten:  # false for NaN, too
             self._publisher.keep(keep.remains, keep.tenant, grace_s, self._clock())
 
     def forget(self, gateway_id: bytes, forget: Forget) -> None:
-        """Its owner wants nothing of it to be left, here or with any gateway."""
+        """Its owner wants nothing of it to be left, here or with any gateway, nor that it comes back.
+
+        One that is not here is remembered, too: a gateway may have it of an earlier engine, or another may still bring
+        it. That names nothing of anybody else's, since a stream is remembered with the tenant whose it would be.
+        """
         stream = self._publisher.find(forget.stream_id)
-        if stream is not None and _may_have(gateway_id, stream, forget.tenant):
+        is_theirs = stream is not None and _may_have(gateway_id, stream, forget.tenant)
+        if stream is None or is_theirs:
+            self._remember_forgotten(forget)
+        if stream is not None and is_theirs:
             if stream.request is not None:
                 self._publisher.keep_nothing(stream)
                 self.end(stream.request, "cancelled")
             else:
                 self._publisher.forget(stream)
         self._inbox.send_all(forget)
+
+    def _remember_forgotten(self, forget: Forget) -> None:
+        name = forget.stream_id, forget.tenant
+        self._forgotten[name] = None
+        self._forgotten.move_to_end(name)
+        if len(self._forgotten) > _MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
     def greet(self, gateway_id: bytes) -> None:
         """A gateway has said Hello: what was on its way over an older connection is not waited for."""

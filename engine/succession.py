@@ -21,7 +21,10 @@ class Succession:
         """Gateways that have not given all they have."""
 
     def greet(self, gateway_id: bytes, epoch: int) -> None:
-        """It has said Hello; epoch: as there."""
+        """It has said Hello; epoch: as there. With this engine's own there is nothing more to come, also where its
+        HandedOver was lost."""
+        if epoch == self._epoch:
+            self._bringing.discard(gateway_id)
         if epoch not in (0, self._epoch):
             self._follows = True
             self._bringing.add(gateway_id)

@@ -61,6 +61,8 @@ _GIVEN_PER_TURN: Final = 100
 them after which it's the next one's turn."""
 _GIVEN_BYTES_PER_TURN: Final = 1024 * 1024
 _GIVE_AGAIN_S: Final = 0.1
+_MAX_UNHEARD_FORGETS: Final = 10_000
+"""Deletions that no engine has confirmed; beyond that the oldest is not repeated any more."""
 
 
 class EngineUnavailable(StreamKVError):
@@ -118,6 +120,10 @@ class Sink(Protocol):
     def suspected(self, num_ranked_tokens: int) -> None:
         """The engine that ended was computing it: it may be why. num_ranked_tokens: how far its choices had come, where
         they are ranked, so that nobody was told; else 0."""
+
+    def forgotten(self) -> None:
+        """Its owner has deleted it: it ends with `abort`, cause `cancelled`. One that is just attached to waits for
+        the engine's answer, but does not go on from what is known of it here."""
 
     def attached(self, attached: Attached) -> None:
         """The engine's answer to an Attach: tokens from `from_token` on, those known already included."""
@@ -191,10 +197,16 @@ class EngineClient:
         """Attached on a client's behalf: there is nothing to submit again before the answer."""
         self._unsent_aborts: dict[int, str] = {}
         """Causes by request id: ended here while the connection to their engine was broken."""
-        self._unsent_forgets: list[Forget] = []
-        """As for these."""
+        self._unheard_forgets: dict[Forget, None] = {}
+        """What was deleted here and the engine has not sent back yet, the oldest first: a connection that breaks, or an
+        engine that loads, loses what it is sent."""
         self._given_epoch = 0
         """The engine life that was given all that had ended."""
+        self._certain_epoch = 0
+        """The newest of which that is certain: it has answered what it was asked behind the HandedOver, or it was the
+        first, of which there is nothing to bring."""
+        self._certainty_query = 0
+        """What it was asked; 0: nothing."""
         self._giving: asyncio.Handle | None = None
         self._stats_queries: dict[int, asyncio.Future[Stats]] = {}
         self._snapshot_queries: dict[int, asyncio.Future[Snapshot]] = {}
@@ -281,8 +293,11 @@ class EngineClient:
         """End a stream, live or not, and have nobody keep any of it: no gateway, and neither this engine nor a next."""
         self.ended.drop(stream_id, tenant)
         forget = Forget(stream_id, tenant)
-        if not self._socket.send(encode(forget)):
-            self._unsent_forgets.append(forget)
+        self._unheard_forgets[forget] = None
+        if len(self._unheard_forgets) > _MAX_UNHEARD_FORGETS:
+            del self._unheard_forgets[next(iter(self._unheard_forgets))]
+        if self.state is EngineState.READY:
+            self._socket.send(encode(forget))
 
     def release(self, sink: Sink) -> None:
         """Forget a request that goes on in the engine: somebody attaches to it."""
@@ -526,6 +541,8 @@ class EngineClient:
                     if sink.is_done:
                         self._forget(sink)
             case Stats():
+                if message.query_id == self._certainty_query:
+                    self._certain_epoch, self._certainty_query = self._given_epoch, 0
                 query = self._stats_queries.get(message.query_id)
                 if query is not None and not query.done():
                     query.set_result(message)
@@ -534,12 +551,22 @@ class EngineClient:
                 if asked is not None and not asked.done():
                     asked.set_result(message)
             case Forget():
-                self.ended.drop(message.stream_id, message.tenant)
+                self._on_forget(message)
             case WireError():
                 self._on_wire_error(message)
 
+    def _on_forget(self, forget: Forget) -> None:
+        """O(live requests), in which one that is deleted is rarely found."""
+        self._unheard_forgets.pop(forget, None)
+        self.ended.drop(forget.stream_id, forget.tenant)
+        for sink in list(self._id_by_sink):
+            if sink.stream_id == forget.stream_id and sink.tenant == forget.tenant:
+                sink.forgotten()
+
     def _on_ready(self, ready: Ready) -> None:
         is_new = self.ready is None or self.ready.epoch != ready.epoch
+        if self.ready is None:
+            self._certain_epoch = ready.epoch
         self.num_restarts += is_new and self.ready is not None
         self.ready = ready
         self.stage, self.percent = "ready", 100.0
@@ -550,9 +577,8 @@ class EngineClient:
             for request_id, cause in self._unsent_aborts.items():
                 self._socket.send(encode(Abort(request_id, cause)))
         self._unsent_aborts.clear()
-        for forget in self._unsent_forgets:
+        for forget in self._unheard_forgets:
             self._socket.send(encode(forget))
-        self._unsent_forgets.clear()
         unsent, self._unsent = self._unsent, set()
         suspects = dict.fromkeys(ready.suspects, 0) | dict(zip(ready.suspects, ready.suspects_tokens, strict=False))
         for sink in list(self._id_by_sink):
@@ -593,7 +619,8 @@ class EngineClient:
                 self._giving = self._loop.call_soon(self._give, epoch, stream_ids)
                 return
             if self._socket.send(encode(HandedOver())):
-                self._given_epoch = epoch
+                self._given_epoch, self._certainty_query = epoch, next(self._request_ids)
+                self._socket.send(encode(GetStats(self._certainty_query)))
                 return
         self._giving = self._loop.call_later(_GIVE_AGAIN_S, self._give, epoch, stream_ids)
 
@@ -621,7 +648,9 @@ class EngineClient:
             if sink is not None:
                 self._unsent.add(sink)
             # We were silent for too long, and the engine let our streams go or keeps them for whoever attaches.
-            self._needs_attach |= error.code == "hello_first"
+            if error.code == "hello_first":
+                self._needs_attach = True
+                self._doubt_given()
             self._set_state(EngineState.LOST)
             self._send_hello()
             return
@@ -636,7 +665,13 @@ class EngineClient:
         self._heard_at = self._time()
         self._send_hello()
 
+    def _doubt_given(self) -> None:
+        """What was sent of late may not have been taken in: of what had ended, all is given again that is not certain
+        to be there."""
+        self._given_epoch, self._certainty_query = self._certain_epoch, 0
+
     def _on_disconnected(self) -> None:
+        self._doubt_given()
         if self.state is not EngineState.INCOMPATIBLE:
             self._lose("the engine's connection broke")
 

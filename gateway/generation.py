@@ -313,6 +313,7 @@ class Generation:
             tenant=caller.name,
             inherits=old.remains() if old is not None else self._engine.ended.find(stream_id, caller.name),
         )
+        stream.request_id = caller.request_id
         self._reception.joined(stream, caller)
         try:
             stream.begin_attach()
@@ -466,7 +467,7 @@ class Generation:
         logger.info(
             "request ended",
             extra=fields(
-                request_id=(stream.state.label if stream.state is not None else "") or stream.stream_id.hex()[:8],
+                request_id=(stream.state.label if stream.state is not None else "") or stream.request_id,
                 key=stream.tenant or None,
                 reason=reason,
                 cause=cause or None,

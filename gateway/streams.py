@@ -99,6 +99,9 @@ class StreamState(msgspec.Struct, array_like=True, frozen=True):
     """As it was when this was written: the gateway that has the stream knows better."""
 
 
+_BROKEN_OFF: Final = "broken_off"
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a choice ended, as its client is told."""
@@ -111,8 +114,8 @@ class Ending:
 
     @property
     def is_only_here(self) -> bool:
-        """The choice goes on, for somebody else who attached to its stream."""
-        return self.finish_reason == "abort" and self.cause == "attached_elsewhere"
+        """The choice goes on, for somebody else who attached to its stream, or who may."""
+        return self.finish_reason == "abort" and self.cause in ("attached_elsewhere", _BROKEN_OFF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +246,10 @@ class Stream:
         self.num_cached = 0
         self.num_inherited = 0
         """Tokens that were there when it was taken up from the engine."""
+        self.request_id = ""
+        """Of the request that takes it up: of its own, for the log, where the stream is not found."""
+        self.is_broken_off = False
+        """It goes on in the engine, nobody was told an end, and its client's connection has to show that."""
         self._choices: list[_Choice] = []
         self._first: _Choice | None = None
         self._takes_pieces = False
@@ -512,6 +519,11 @@ class Stream:
                 self.suspected(num_ranked_tokens)
             self._engine.submit(self)
 
+    def forgotten(self) -> None:
+        self._inherits = None
+        if self._state is not None:
+            self.cancel("cancelled")
+
     def remains(self) -> Attached:
         """What it has, as the engine would tell it. Once it has a state."""
         finished = [choice.finished for choice in self._choices if choice.finished is not None]
@@ -736,11 +748,11 @@ class Stream:
         """A fault of ours was found while it was fed."""
         self._fail(EngineFault("the server made a mistake on this request; its log says more"))
 
-    def hand_over(self) -> None:
+    def hand_over(self, cause: str = "attached_elsewhere") -> None:
         """Somebody else attaches to it: it ends here, but not in the engine."""
         if not self._is_done:
             self._engine.release(self)
-            self._end_early(Ending("abort", "attached_elsewhere"), "")
+            self._end_early(Ending("abort", cause), "")
 
     def check_known(self, known: Cursor) -> None:
         """Whether it has come as far as a client says. Raises InvalidField."""
@@ -751,7 +763,8 @@ class Stream:
     def let_go(self) -> None:
         """It ends here, and nobody is told; it goes on in the engine, and somebody may attach to it."""
         self._outlet = NoOutlet()
-        self.hand_over()
+        self.is_broken_off = not self._is_done
+        self.hand_over(_BROKEN_OFF)
 
     def _end_early(self, ending: Ending, cause: str) -> None:
         if self._is_done:

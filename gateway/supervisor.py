@@ -70,7 +70,8 @@ class Supervisor:
         self._stop_signal = stop_signal
         self._clock = clock
         self._process: asyncio.subprocess.Process | None = None
-        self._was_ready = False
+        self._was_ready = self._has_worked = False
+        """Whether this child has been ready, and whether any has."""
         self._ready_at = 0.0
         self._is_restart_asked = False
         self._limit: asyncio.TimerHandle | None = None
@@ -88,11 +89,11 @@ class Supervisor:
     def note_ready(self) -> None:
         """The child takes work: its start has not failed."""
         if not self._was_ready:
-            self._was_ready = True
+            self._was_ready = self._has_worked = True
             self._ready_at = self._clock()
 
     async def run(self) -> None:
-        """Keep a child running. Raises ChildFailed when it ends with EXIT_UNUSABLE before it was ready, or has failed
+        """Keep a child running. Raises ChildFailed when it ends with EXIT_UNUSABLE before any was ready, or has failed
         to start MAX_FAILED_STARTS times in a row. When cancelled, the child has ended before this returns."""
         num_failed = 0
         backoff_s = FIRST_BACKOFF_S
@@ -110,7 +111,8 @@ class Supervisor:
                     backoff_s = FIRST_BACKOFF_S
             else:
                 num_failed += 1
-                if code == EXIT_UNUSABLE:
+                # What has worked once may do so again: memory may be full for a moment, say.
+                if code == EXIT_UNUSABLE and not self._has_worked:
                     raise ChildFailed(
                         f"the {self._name} refused its settings or its model; see its message above", code
                     )

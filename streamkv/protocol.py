@@ -108,8 +108,9 @@ class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     gateway_id: bytes
     """16 random bytes, new at every gateway start; also the socket's routing id."""
     epoch: int = 0
-    """That of the engine to which it last said HandedOver; 0: to none. With another one than the engine's own it still
-    has streams of an earlier engine to bring, until it says HandedOver."""
+    """That of the newest engine that has all it had of earlier ones' streams: to which it has said HandedOver, or which
+    was its first; 0: it has known none. With another one than the engine's own it still has streams of an earlier
+    engine to bring, until it says HandedOver."""
 
 
 class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True):
@@ -129,7 +130,8 @@ class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True):
 
 
 class Submit(msgspec.Struct, tag=3, array_like=True, frozen=True):
-    """Start a request. Answered by the tokens of its steps and one Finished per choice, or by Rejected."""
+    """Start a request. Answered by the tokens of its steps and one Finished per choice, or by Rejected. A stream that
+    was deleted (Forget) is not started."""
 
     request_id: int
     """The gateway's number for it, unused among its live ones, 0 .. 2**31 - 1."""
@@ -215,7 +217,8 @@ class Drain(msgspec.Struct, tag=9, array_like=True, frozen=True):
 
 class Keep(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """A stream that ended under an earlier engine and can still be attached to: keep it, as if it had ended here. Not
-    answered. A stream of that name which is there already stays as it is."""
+    answered. A stream of that name which is there already stays as it is, and one that was deleted (Forget) stays
+    unknown."""
 
     remains: "Attached"
     """All of it, from token 0, with an end for each choice; its request_id and kept_s mean nothing."""
@@ -226,12 +229,15 @@ class Keep(msgspec.Struct, tag=11, array_like=True, frozen=True):
 
 
 class HandedOver(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    """All that this gateway had of earlier engines' streams, live and ended, has been sent. Not answered."""
+    """All that this gateway had of earlier engines' streams, live and ended, has been sent. Not answered: who wants to
+    know that it has arrived asks for something else behind it."""
 
 
 class Forget(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """End a stream if it lives, with cause `cancelled`, and keep nothing of it: from now on it is unknown. Not answered
-    otherwise than by the ends of a live one. The engine sends it on to every gateway, which may keep it as well."""
+    """End a stream if it lives, with cause `cancelled`, and keep nothing of it: from now on it is unknown. The engine
+    sends it on to every gateway, since each may keep it as well, and to the one that said it: by that it knows. It
+    remembers the newest 10000 for as long as it runs. Of those a Submit is answered by its choices' ends, with cause
+    `cancelled`; a Keep is ignored; an Attach is answered by Forget and then Rejected code `unknown_stream`."""
 
     stream_id: bytes
     tenant: str

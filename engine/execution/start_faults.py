@@ -6,6 +6,7 @@ the door, not in the house.
 
 import subprocess
 import traceback
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -51,10 +52,12 @@ class StartFaults:
         if is_out_of_memory(error):
             raise self._no_room(is_out_of_host_memory(error)) from error
         if isinstance(error, OutOfResources):
+            frames = traceback.extract_tb(error.__traceback__)
+            is_attention = any("attention" in Path(frame.filename).name for frame in frames)
+            reason = "its heads (head_dim) are too wide for this GPU in this dtype; " if is_attention else ""
             raise ModelError(
                 f"a kernel for this model needs {error.required} of this GPU's {error.name}, of which it has "
-                f"{error.limit}: its heads (head_dim) are too wide for this GPU in this dtype; use a narrower dtype, "
-                "or device cpu"
+                f"{error.limit}: {reason}use a narrower dtype, or device cpu"
             ) from error
         lacking = lacking_for_triton(error)
         if lacking is not None:

@@ -31,7 +31,7 @@ _JSON_TYPES: Final = ("application/json", "application/octet-stream", "text/json
 STREAM_ID_HEADER: Final = "X-Stream-Id"
 LAST_EVENT_ID_HEADER: Final = "Last-Event-ID"
 GRACE_HEADER: Final = "X-Attach-Grace"
-_SECONDS: Final = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_SECONDS: Final = re.compile(r"-?[0-9]{1,9}(\.[0-9]{1,9})?")
 _ENCODINGS: Final = ("", "identity", "gzip", "deflate")
 
 
@@ -180,6 +180,8 @@ async def send_events(
         app[keys.KEEP_ALIVES].add(outlet)
         await asyncio.wait([stream.ended])
         writer.flush()
+        if isinstance(stream, Stream) and stream.is_broken_off and request.transport is not None:
+            request.transport.close()  # without the last chunk, or the answer would look whole
         with contextlib.suppress(ConnectionResetError):  # a client may hang up as soon as it has read [DONE]
             await response.write_eof()
         return response

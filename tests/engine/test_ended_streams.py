@@ -154,6 +154,63 @@ def test_a_live_stream_that_is_forgotten_ends_and_leaves_nothing() -> None:
         assert gateway.wait_for(Rejected).code == "unknown_stream"
 
 
+def test_a_stream_that_was_deleted_while_its_gateway_was_away_does_not_run_again(gateway: WireGateway) -> None:
+    mine = submission(1, [1, 2, 3], 5, stream_id=NAME, n=3, attach_grace_s=30.0, tenant="alice")
+    gateway.send(Forget(NAME, "alice"))
+    gateway.send(mine)
+    ends = gateway.wait_end(1, num_choices=3).finished.values()
+    assert {(end.finish_reason, end.cause) for end in ends} == {("abort", "cancelled")}
+    assert not gateway.requests[1].tokens and num_kept(gateway) == 0
+    rest = msgspec.structs.replace(mine, request_id=2, finished_choices=[0, 2], prior_token_ids=[pack_ids([4])] * 3)
+    gateway.send(rest)
+    assert list(gateway.wait_end(2).finished) == [1], "the others have ended before"
+    gateway.send(msgspec.structs.replace(mine, request_id=3, tenant="bob"))
+    assert gateway.wait_end(3, num_choices=3).finished[0].finish_reason == "length", "that is another's"
+
+
+def test_a_deletion_that_crosses_the_bringing_of_its_stream_holds(engine: RunningEngine) -> None:
+    with WireGateway(engine.endpoint) as early, WireGateway(engine.endpoint, say_hello=False) as late:
+        early.wait_for(Ready)
+        early.send(Forget(NAME, "alice"))
+        early.wait_for(Forget)
+        late.send(Hello(WIRE_VERSION, late.gateway_id, epoch=1))  # it did not hear of it
+        late.wait_for(Ready)
+        late.send(Keep(WHOLE, "alice", 20.0))
+        assert num_kept(late) == 0
+        late.send(Attach(1, NAME, 0, "alice"))
+        assert late.wait_for(Rejected).retry_after_s == 0, "nobody can bring it, though somebody is not through"
+        kinds = [type(message) for message in late.messages]
+        assert Forget in kinds, "so that it lets go of what it has"
+        late.send(Keep(WHOLE, "bob", 20.0))
+        assert num_kept(late) == 1, "that is another's"
+
+
+def test_an_attach_to_a_deleted_stream_hears_of_the_deletion_first(gateway: WireGateway) -> None:
+    gateway.send(Forget(NAME, "alice"))
+    gateway.wait_for(Forget)
+    gateway.messages.clear()
+    gateway.send(Attach(1, NAME, 0, "alice"))
+    gateway.send(Attach(2, NAME, 0, "bob"))
+    gateway.send(GetStats(1))
+    gateway.wait_for(Stats)
+    told = [message for message in gateway.messages if isinstance(message, Forget | Rejected)]
+    assert [type(message) for message in told] == [Forget, Rejected, Rejected]
+
+
+def test_the_oldest_deletions_are_not_remembered_for_ever(
+    gateway: WireGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.requests._MAX_FORGOTTEN", 2)
+    names = [bytes([number]) * 16 for number in range(3)]
+    for name in [names[0], names[1], names[0], names[2]]:
+        gateway.send(Forget(name, "alice"))
+    for name in names:
+        gateway.send(Keep(msgspec.structs.replace(WHOLE, stream_id=name), "alice", 20.0))
+    assert num_kept(gateway) == 1
+    gateway.send(Attach(1, names[1], 0, "alice"))
+    assert gateway.wait_end(1, num_choices=2).attached is not None
+
+
 def test_a_stream_that_only_its_own_gateway_may_have_is_not_another_ones_to_forget() -> None:
     with serving(ScriptedExecutor(step_s=0.005)) as engine, WireGateway(engine.endpoint) as gateway:
         gateway.wait_for(Ready)
@@ -163,6 +220,8 @@ def test_a_stream_that_only_its_own_gateway_may_have_is_not_another_ones_to_forg
             other.wait_for(Ready)
             other.send(Forget(submit.stream_id, ""))
             assert gateway.wait_end(1).finished[0].finish_reason == "length"
+            gateway.send(msgspec.structs.replace(submit, request_id=2))
+            assert gateway.wait_end(2).finished[0].finish_reason == "length", "nor is it taken for deleted"
 
 
 def test_unknown_is_only_said_when_no_gateway_can_bring_it(engine: RunningEngine, gateway: WireGateway) -> None:

@@ -947,6 +947,42 @@ def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypa
         assert any(launched_s[step + 1] < done_s[step] - step_s / 2 for step in range(20, 23))
 
 
+def test_a_turn_that_ends_after_the_time_to_plan_does_not_sleep_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s = 0.2
+    executor = ScriptedExecutor(step_s=step_s, max_in_flight=2)
+    launched_s: list[float] = []
+    done_s: dict[int, float] = {}
+    launch = executor.launch
+
+    def watched(plan: StepPlan, on_done: Callable[[], None]) -> ScriptedLaunch:
+        step = len(launched_s)
+
+        def tell() -> None:
+            done_s[step] = time.monotonic()
+            on_done()
+
+        launched_s.append(time.monotonic())
+        return launch(plan, tell)
+
+    monkeypatch.setattr(executor, "launch", watched)
+    with serving(executor, heartbeat_s=30.0) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        publish = engine.loop._publish
+
+        def publish_slowly() -> None:
+            has_output = bool(engine.loop._outputs)
+            publish()
+            if has_output:
+                time.sleep(0.8 * step_s)  # the next one was to be planned a little before
+
+        engine.loop._publish = publish_slowly
+        engine.loop._latency.predict_s = lambda load: step_s
+        gateway.send(submission(1, PROMPT, 8))
+        time.sleep(9 * step_s)  # a gateway that answered would wake the engine
+        gateway.wait_end(1)
+    assert sum(launched_s[step + 1] < done_s[step] for step in range(1, 7)) >= 3
+
+
 # Memory and time that are nobody's
 
 
@@ -996,6 +1032,20 @@ def test_collections_of_garbage_wait_until_nothing_is_live() -> None:
         gateway.wait_end(1)
         gateway.pump_for(0.1)
         assert lulls == [0]
+
+
+def test_an_engine_that_fills_with_new_objects_has_its_lull_though_somebody_is_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lulls: list[int] = []
+    with serving(ScriptedExecutor(step_s=0.005), heartbeat_s=0.02) as engine, WireGateway(engine.endpoint) as gateway:
+        gateway.wait_for(Ready)
+        engine.loop._on_lull = lambda: lulls.append(engine.loop._publisher.num_live)
+        gateway.send(submission(1, PROMPT, 60))
+        gateway.wait_tokens(1, 2)
+        monkeypatch.setattr("engine.loop._MOST_NEW_OBJECTS", -1)
+        gateway.wait_tokens(1, 40)
+        assert 1 in lulls
 
 
 def test_a_lull_is_told_of_once_when_nothing_is_live_any_more() -> None:

@@ -36,6 +36,13 @@ def test_a_gateway_that_knew_another_engine_says_that_there_was_one() -> None:
     assert succession.may_bring(1.0) and not succession.may_bring(15.0)
 
 
+def test_a_gateway_that_says_it_has_given_all_is_waited_for_no_longer() -> None:
+    succession = Succession(EPOCH, follows=True, until_s=15.0)
+    succession.greet(A, 3)
+    succession.greet(A, EPOCH)  # its HandedOver was lost with the connection
+    assert not succession.may_bring(100.0)
+
+
 def test_a_gateway_that_is_lost_is_waited_for_no_longer() -> None:
     succession = Succession(EPOCH, follows=True, until_s=0.0)
     succession.greet(A, 3)

@@ -17,14 +17,17 @@ from streamkv.protocol import (
     Attached,
     Finished,
     Forget,
+    GetStats,
     HandedOver,
     Heartbeat,
     Hello,
     Keep,
+    Loading,
     ModelFacts,
     Pause,
     Ready,
     Rejected,
+    Stats,
     StepOutput,
     Submit,
     WireError,
@@ -57,6 +60,7 @@ class RecordingSink:
         self.raises = False
         self.padding = b""
         self.is_broken = False
+        self.num_forgotten = 0
         self.num_cached_tokens = 0
         self.num_ranked_tokens: list[int] = []
         """As it was told of each end of an engine that it may be the reason of."""
@@ -86,6 +90,9 @@ class RecordingSink:
 
     def reject(self, rejected: Rejected) -> None:
         self.rejected.append(rejected)
+
+    def forgotten(self) -> None:
+        self.num_forgotten += 1
 
     def break_off(self) -> None:
         self.is_broken = True
@@ -439,7 +446,8 @@ async def test_what_has_ended_is_given_in_portions_and_their_end_is_said(bare: B
         bare.send(NEXT)
         await bare.wait_for(HandedOver)
         ticking[0].cancel()
-        assert len(kept_by(bare)) == 253 and isinstance(bare.got[-1], HandedOver | Heartbeat)
+        given = [message for message in bare.got if isinstance(message, Keep | HandedOver)]
+        assert len(kept_by(bare)) == 253 and isinstance(given[-1], HandedOver)
         portions = [turns.count(number) for number in dict.fromkeys(turns)]
         assert portions == [100, 100, 52, 1], "a hundred, or a megabyte"
 
@@ -518,6 +526,112 @@ async def test_a_stream_that_was_deleted_without_an_engine_is_forgotten_by_it_wh
         bare.send(Forget(ended(2).stream_id, "bob"))
         bare.send(Forget(ended(2).stream_id, "alice"))
         await eventually(lambda: client.ended.stream_ids == [])
+
+
+@pytest.mark.parametrize("how", ["broken", "silent"])
+async def test_what_may_have_been_lost_behind_its_sending_is_given_again(bare: BareEngine, how: str) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await bare.wait_for(HandedOver)
+        bare.send(Stats((await bare.wait_for(GetStats)).query_id, {}, {}))
+        client.ended.keep(ended(1), "alice", 60.0)
+        for number, is_taken_in in ((2, False), (3, True)):
+            bare.send(NEXT)
+            await bare.wait_for(HandedOver, number)
+            asked = await bare.wait_for(GetStats, number)
+            if is_taken_in:
+                bare.send(Stats(asked.query_id, {}, {}))
+                await eventually(lambda: client._certain_epoch == NEXT.epoch)
+            bare.got = [message for message in bare.got if not isinstance(message, Hello)]
+            if how == "broken":
+                endpoint = bare.socket.endpoint
+                bare.socket.close()
+                await eventually(lambda: client.state is EngineState.LOST)
+                bare.socket = EngineSocket(endpoint)
+            else:
+                bare.send(WireError("hello_first", "say Hello first"))
+            assert (await bare.wait_for(Hello)).epoch == (NEXT if is_taken_in else READY).epoch
+        bare.send(NEXT)
+        await eventually(lambda: client.is_ready)
+        await bare.wait_for(Heartbeat, sum(isinstance(message, Heartbeat) for message in bare.got) + 2)
+        assert kept_by(bare) == [ended(1).stream_id] * 2, "not when it is certain to be there"
+
+
+async def test_a_gateway_that_could_never_say_that_it_has_given_all_names_its_first_engine(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        assert (await bare.wait_for(Hello)).epoch == 0
+        send = client._socket.send
+        client._socket.send = lambda frame: (  # type: ignore[method-assign]
+            not isinstance(decode_from_gateway(frame), HandedOver) and send(frame)
+        )
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        endpoint = bare.socket.endpoint
+        for number, ready in ((2, NEXT), (3, NEXT)):
+            bare.socket.close()
+            await eventually(lambda: client.state is EngineState.LOST)
+            bare.socket = EngineSocket(endpoint)
+            assert (await bare.wait_for(Hello, number)).epoch == READY.epoch, "it may have streams of that one"
+            bare.send(ready)
+            await eventually(lambda: client.is_ready)
+
+
+@pytest.mark.parametrize("how", ["loading", "hello_first", "broken"])
+async def test_a_deletion_is_said_again_until_the_engine_has_sent_it_on(bare: BareEngine, how: str) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        if how == "loading":
+            bare.send(Loading("loading weights", 5.0))
+            await eventually(lambda: client.state is EngineState.LOADING)
+        else:
+            bare.send(READY)
+            await eventually(lambda: client.is_ready)
+        deleted = Forget(ended(1).stream_id, "alice")
+        client.forget(deleted.stream_id, deleted.tenant)
+        if how == "broken":
+            await reconnect(bare, client)
+        else:
+            if how == "hello_first":
+                await bare.wait_for(Forget)
+                bare.got.clear()
+                bare.send(WireError("hello_first", "say Hello first"))
+                await bare.wait_for(Hello)
+            bare.send(READY)
+        assert await bare.wait_for(Forget) == deleted
+        bare.send(deleted)
+        await eventually(lambda: not client._unheard_forgets)
+        bare.pump()
+        bare.got.clear()
+        bare.send(NEXT)
+        await bare.wait_for(HandedOver)
+        assert not any(isinstance(message, Forget) for message in bare.got), "it is known to have come"
+
+
+async def test_so_many_deletions_are_said_again_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.engine_client._MAX_UNHEARD_FORGETS", 2)
+    with free_endpoint() as endpoint:
+        async with connected(endpoint) as client:
+            for name in (1, 2, 3):
+                client.forget(bytes([name]) * 16, "alice")
+            assert [forget.stream_id[0] for forget in client._unheard_forgets] == [2, 3]
+
+
+async def test_a_live_request_that_was_deleted_elsewhere_is_told_so(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        await bare.wait_for(Submit)
+        bare.send(Forget(sink.stream_id, "bob"))
+        bare.send(Forget(b"another one's id", "alice"))
+        bare.send(StepOutput(1, b"", b""))
+        await eventually(lambda: client._last_step == 1)
+        assert sink.num_forgotten == 0
+        bare.send(Forget(sink.stream_id, "alice"))
+        await eventually(lambda: sink.num_forgotten == 1)
 
 
 async def test_a_stream_that_the_engine_gave_up_for_a_lost_gateway_goes_on(bare: BareEngine) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from aiohttp import ClientPayloadError
 
 from gateway import keys
 from gateway.auth import ApiKeys, Caller
@@ -301,7 +302,9 @@ async def test_a_drain_breaks_an_attachable_stream_off_and_it_goes_on_elsewhere(
             ):
                 raw = await response.content.readuntil(b"\n\n")
                 closing = asyncio.create_task(one.server.close())
-                raw += await response.read()
+                with pytest.raises(ClientPayloadError):  # by its framing, too, the answer is not whole
+                    async for piece in response.content.iter_any():
+                        raw += piece
                 await closing
             event_id, first = received(raw)
             assert "[DONE]" not in first and joined(first)["choices"][0].ends == []
@@ -466,6 +469,20 @@ async def test_wrong_cursors_are_400s_that_say_what_is_wrong(slow: RunningGatewa
     assert joined(received(raw)[1] + received(again)[1])["choices"][0].content == text_of(400)
 
 
+async def test_a_refused_attach_is_logged_by_its_own_requests_id_and_not_by_the_streams(
+    gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who knows a stream's id may have the stream."""
+    unknown = "5ec2e7" + "0" * 26
+    with caplog.at_level("INFO"):
+        headers = {"X-Request-Id": "mine-1"}
+        async with gateway.session.get(f"{gateway.url}/v1/streams/{unknown}?cursor=-", headers=headers) as response:
+            assert response.status == 404
+    (ended,) = [record for record in caplog.records if record.message == "request ended"]
+    assert ended.fields["request_id"] == "mine-1"  # type: ignore[attr-defined]
+    assert not [record for record in caplog.records if "5ec2e7" in f"{record.message} {vars(record)}"]
+
+
 async def test_unknown_and_late_streams_are_404(gateway: RunningGateway) -> None:
     unknown = await answer_of(gateway, f"/v1/streams/{'0' * 32}")
     assert (unknown[0], unknown[1]["code"]) == (404, "unknown_stream")
@@ -577,6 +594,51 @@ async def test_delete_forgets_what_has_ended_everywhere_and_for_the_next_engine(
                 assert joined(received(await rest(two, kept))[1])["done"] == 1, "the one beside it stays"
 
 
+async def test_a_deleted_stream_does_not_come_back_with_a_gateway_that_was_cut_off() -> None:
+    """It had it live, and does not hear of the deletion."""
+    with serving(executor(step_s=0.005)) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            client = one.app[keys.ENGINE]
+            async with one.session.post(one.url + TEXT, json=completion(1500)) as response:
+                raw = await response.content.readuntil(b"\n\n")
+                url = f"{two.url}/v1/streams/{response.headers['X-Stream-Id']}"
+                take = client._socket._on_frame
+                client._socket._on_frame = lambda frame: None  # what it is sent is lost
+                async with two.session.delete(url) as deleted:
+                    assert deleted.status == 204
+                await eventually_async(lambda: _is_idle(two))
+                client._socket._on_frame = take
+                client._on_disconnected()
+                client._on_connected()
+                raw += await response.read()
+            assert joined(received(raw)[1])["choices"][0].ends == ["abort"]
+            assert await _is_idle(two)
+            assert engine.loop._stats.counters["requests_received_total"] == 1, "it was not even submitted again"
+            await eventually_async(lambda: _is_gone(one, two, url))
+
+
+async def _is_idle(gateway: RunningGateway) -> bool:
+    return (await gateway.metrics())["num_allocated_blocks"] == 0
+
+
+async def test_a_gateway_that_still_has_a_deleted_stream_does_not_serve_it() -> None:
+    """It missed the deletion, or took the stream from what it had just before that came."""
+    with serving(executor()) as engine:
+        async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
+            last_id, _ = received(await raw_answer(one, TEXT, completion()))
+            name = last_id.partition(".")[0]
+            assert await rest(two, f"{name}.-"), "so that it is kept there, too"
+            client = two.app[keys.ENGINE]
+            remains = client.ended.find(bytes.fromhex(name), "")
+            assert remains is not None
+            async with one.session.delete(f"{one.url}/v1/streams/{name}") as deleted:
+                assert deleted.status == 204
+            await eventually(lambda: not client.ended.stream_ids)
+            client.ended.keep(remains, "", 30.0)
+            assert await answer_of_status(two, name) == 404
+            assert client.ended.stream_ids == []
+
+
 async def test_a_grace_period_begins_with_the_end_however_often_it_is_read() -> None:
     with serving(executor()) as engine:
         async with running_gateway(engine.endpoint) as one, running_gateway(engine.endpoint) as two:
@@ -640,6 +702,7 @@ async def test_the_grace_period_may_come_by_a_header(gateway: RunningGateway) ->
     for text in ("soon", "-1", "1e3", "nan", "3601", "99999999999"):
         refused, answer = await gateway.post(TEXT, body, headers={"X-Attach-Grace": text})
         assert (refused, answer["error"]["param"]) == (400, "X-Attach-Grace")
+        assert ("between 0 and 3600" in answer["error"]["message"]) == (text in ("-1", "3601"))
     # The body goes before; an answer that is not streamed has nothing to attach to
     last_id, _ = received(await raw_answer(gateway, TEXT, completion(), **{"X-Attach-Grace": "0"}))
     assert await answer_of_status(gateway, last_id.partition(".")[0]) == 200

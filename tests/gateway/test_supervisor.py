@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -82,6 +83,31 @@ async def test_a_child_that_cannot_run_is_not_tried_again() -> None:
     with pytest.raises(ChildFailed) as caught:
         await asyncio.wait_for(watched.run(), 10)
     assert caught.value.exit_code == EXIT_UNUSABLE and watched.num_restarts == 0
+
+
+async def test_what_has_worked_once_is_tried_again_though_it_says_that_it_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be full for a moment, say. It is given up like any other that fails to start again and again."""
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.01)
+    begun = tmp_path / "begun"
+    code = f"""
+        import pathlib, sys, time
+        begun = pathlib.Path({str(begun)!r})
+        if begun.exists():
+            sys.exit({EXIT_UNUSABLE})
+        begun.touch()
+        time.sleep(60)
+    """
+    watched = Supervisor(child(textwrap.dedent(code)))
+    task = asyncio.create_task(watched.run())
+    await eventually(begun.exists)
+    watched.note_ready()
+    assert watched.pid is not None
+    os.kill(watched.pid, signal.SIGKILL)
+    with pytest.raises(ChildFailed, match=f"{supervisor.MAX_FAILED_STARTS} times"):
+        await asyncio.wait_for(task, 20)
+    assert watched.num_restarts == supervisor.MAX_FAILED_STARTS
 
 
 async def test_a_child_that_never_gets_ready_is_given_up_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:

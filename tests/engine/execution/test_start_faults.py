@@ -155,9 +155,14 @@ def test_host_memory_that_runs_out_is_not_put_down_to_the_gpu() -> None:
 
 
 def test_a_kernel_that_a_gpu_has_no_room_for_is_the_models_matter() -> None:
-    wanted = r"262144 of this GPU's shared memory, of which it has 101376: .*head_dim"
-    with pytest.raises(ModelError, match=wanted), StartFaults(CPU):
-        raise OutOfResources(262144, 101376, "shared memory")
+    error = OutOfResources(262144, 101376, "shared memory")
+    launchers: dict[str, Callable[[Exception], None]] = {}
+    exec(compile("def launch(error): raise error", "engine/kernels/short_attention.py", "exec"), launchers)
+    wanted = r"262144 of this GPU's shared memory, of which it has 101376: "
+    with pytest.raises(ModelError, match=wanted + r".*head_dim"), StartFaults(CPU):
+        launchers["launch"](error)
+    with pytest.raises(ModelError, match=wanted + "use a narrower dtype"), StartFaults(CPU):  # not of heads
+        raise error.with_traceback(None)
 
 
 def test_what_triton_needs_is_looked_for_before_anything_is_loaded(
