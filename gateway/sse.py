@@ -53,7 +53,6 @@ class SseOutlet:
         self._error_body = error_body
         self._parts = EventParts(form)
         self._forms: LogprobForms | None = None
-        self._has_told_prompt = False
         """In a chat, where its choices share what is told of it."""
         self._num_choices = num_choices
         self._bookmark = Bookmark[bytes](num_choices)
@@ -94,7 +93,6 @@ class SseOutlet:
         self._num_known = [mark.num_tokens for mark in marks]
         self._has_usage = known.has_usage
         self._sent_prompt = self._sent_prompt or any(self._has_begun)
-        self._has_told_prompt = any(mark.num_tokens or mark.num_events for mark in marks)
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:
         if not self._piece:
@@ -120,8 +118,8 @@ class SseOutlet:
         if is_plain:
             if delta.text or delta.token_ids:
                 event = self._heads[choice] + delta.text + self._tail
-        elif delta.prompt_logprobs is None or not self._form.is_chat or not self._has_told_prompt:
-            self._has_told_prompt = self._has_told_prompt or delta.prompt_logprobs is not None
+        elif delta.prompt_logprobs is None or not self._form.is_chat or choice == 0:  # told once in a chat, and always
+            # with the same choice, so that whoever takes it up again finds the events where they were
             usage = self._continuous_usage(choice, len(delta.token_ids))
             event = self._parts.delta(choice, delta, usage, self._forms)
         self._bookmark.tell(choice, len(delta.token_ids), event)

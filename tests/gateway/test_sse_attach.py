@@ -178,11 +178,14 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 12, "temperature": 0.8, "seed": 3, "n": 2, **WHOLE}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 9, "logprobs": True, "top_logprobs": 1, "temperature": 0, **WHOLE}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 9, "return_token_ids": True, "n": 2, "seed": 8, **WHOLE}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 9, "prompt_logprobs": 2, "n": 2, "seed": 8, **WHOLE}),
+    (TEXT, completion(9, prompt_logprobs=2, n=2, seed=8)),
 ]
 
 
 @pytest.mark.parametrize(
-    "number", [number if number in (1, 4) else pytest.param(number, marks=pytest.mark.long) for number in range(9)]
+    "number",
+    [number if number in (1, 4, 9) else pytest.param(number, marks=pytest.mark.long) for number in range(len(BODIES))],
 )
 async def test_cut_at_every_byte_nothing_is_lost_or_doubled(number: int) -> None:
     path, body = BODIES[number]
