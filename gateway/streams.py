@@ -264,8 +264,9 @@ class Stream:
         self._is_done = False
         self._reasons_to_pause: set[str] = set()
         self.failure: StreamKVError | None = None
-        self.refusal: InvalidField | None = None
-        """What is wrong with `known`. The stream goes on, and its outlet is told nothing."""
+        self.refusal: InvalidField | EngineUnavailable | None = None
+        """What is wrong with `known`, or why nothing can be told yet. The stream goes on, and its outlet is told
+        nothing."""
         self.kept_until_s = inf
         """Loop time until which its end is kept, where it had ended before it was taken up."""
         self.times = StreamTimes(arrived)
@@ -444,8 +445,9 @@ class Stream:
             self._choices[choice].logprobs.extend(values)
 
     def prompt_logprobs(self, start: int, values: TokenLogprobs) -> None:
-        self._prompt_logprobs.cut(start - 1)  # after an engine's end they come again
-        self._prompt_logprobs.extend(values)
+        num_known = len(self._prompt_logprobs) - (start - 1)  # after an engine's end they come again
+        if 0 <= num_known < values.num_tokens:
+            self._prompt_logprobs.extend(values.between(num_known, values.num_tokens))
 
     def push(self, choice: int, token_ids: list[int]) -> None:
         if choice < len(self._choices):
@@ -552,9 +554,8 @@ class Stream:
                 return
             num_tokens = [len(packed) // 4 for packed in attached.token_ids]
             if any(num_tokens) and not self._can_open(state, attached, old):
-                self._engine.release(self)
-                self._fail(EngineUnavailable("a new engine has not yet come to this stream's prompt; try again"))
-                return
+                # It is held here all the same: who had it was told that it is, and the engine alone may end.
+                self._refuse(EngineUnavailable("a new engine has not yet come to this stream's prompt; try again"))
             self.num_inherited = sum(num_tokens)
             try:
                 self._known.check_choices(state.sampling.n)
@@ -625,7 +626,7 @@ class Stream:
         except InvalidField as error:
             self._refuse(error)
 
-    def _refuse(self, error: InvalidField) -> None:
+    def _refuse(self, error: InvalidField | EngineUnavailable) -> None:
         self.refusal = error
         self._outlet = NoOutlet()
 
@@ -696,6 +697,8 @@ class Stream:
     def _open_choice(self, choice: _Choice) -> None:
         """Tell what was asked for of the prompt, before the choice's first token."""
         choice.is_open = True
+        if self.refusal is not None:
+            return  # nobody is told, and not all may be known
         state = self._state
         assert state is not None
         logprobs = self._told_of_prompt(state.sampling.logprobs) if state.echo and self._wants_logprobs else []

@@ -442,6 +442,10 @@ async def _has(gateway: RunningGateway, event_id: str) -> bool:
         return response.status == 400
 
 
+async def _can_tell(gateway: RunningGateway, event_id: str) -> bool:
+    return await answer_of_status(gateway, event_id.partition(".")[0]) == 200
+
+
 async def answer_of(gateway: RunningGateway, url: str, **headers: str) -> tuple[int, dict[str, Any]]:
     async with gateway.session.get(gateway.url + url, headers=headers) as response:
         return response.status, json.loads(await response.read() or b"{}").get("error", {})
@@ -865,6 +869,37 @@ async def test_a_stream_with_the_prompts_log_probabilities_is_taken_up_right_aft
                 assert (await answer_of_status(other, name)) == 200
 
 
+@pytest.mark.parametrize("more", [{"prompt_logprobs": 2}, {"echo": True, "logprobs": 1}], ids=str)
+async def test_a_gateway_that_cannot_tell_of_the_prompt_yet_holds_the_stream_all_the_same(more: dict[str, Any]) -> None:
+    """Or it would be in the engine alone, and end with that."""
+    body = completion(60, **more)
+    with serving(executor()) as engine, serving(executor(step_s=0.01)) as first_engine:
+        async with running_gateway(engine.endpoint) as gateway:
+            unbroken = joined(received(await raw_answer(gateway, TEXT, body))[1])["choices"][0]
+        async with (
+            running_gateway(first_engine.endpoint) as gateway,
+            running_gateway(first_engine.endpoint) as other,
+            gateway.session.post(gateway.url + TEXT, json=body) as response,
+        ):
+            raw = b"".join([await response.content.readuntil(b"\n\n") for _ in range(4)])
+            event_id, first = received(raw)
+            first_engine.stop()
+            url = f"/v1/streams/{event_id.partition('.')[0]}"
+            with serving(executor(block_at_step={0: 1.5}), endpoint=first_engine.endpoint) as second:
+                await gateway.wait_ready()
+                await other.wait_ready()
+                await eventually(lambda: second.loop._publisher.num_live == 1)
+                status, error = await answer_of(other, url)
+                assert (status, error["code"]) == (503, "not_ready")
+                second.stop()
+            with serving(executor(), endpoint=first_engine.endpoint):
+                await other.wait_ready()
+                await eventually_async(lambda: _can_tell(other, event_id))
+                again = received(await rest(other, event_id))[1]
+    told = joined(first + again)["choices"][0]
+    assert (told.content, told.logprobs, told.ends) == (unbroken.content, unbroken.logprobs, unbroken.ends)
+
+
 async def test_another_gateway_that_cannot_tell_of_the_prompt_yet_says_so() -> None:
     body = completion(60, prompt_logprobs=2)
     with serving(executor(step_s=0.01)) as engine:
@@ -883,7 +918,7 @@ async def test_another_gateway_that_cannot_tell_of_the_prompt_yet_says_so() -> N
                 url = f"/v1/streams/{event_id.partition('.')[0]}"
                 status, error = await answer_of(other, url)
                 assert (status, error["code"]) == (503, "not_ready") and "try again" in error["message"]
-                await eventually_async(lambda: _has(other, event_id))
+                await eventually_async(lambda: _can_tell(other, event_id))
                 again = received(await rest(other, event_id))[1]
     told = joined(first + again)["choices"][0]
     assert told.content == text_of(60) and told.ends == ["length"]
