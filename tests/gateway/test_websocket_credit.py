@@ -209,7 +209,7 @@ async def test_who_attaches_pays_only_for_what_is_new(gateway: RunningGateway) -
         ({"type": "credit", "id": "a", "tokens": 1.5}, "tokens"),
         ({"type": "credit", "id": "a", "tokens": True}, "tokens"),
         ({"type": "credit", "id": "a", "tokens": 2**31}, "tokens"),
-        ({"type": "credit", "id": "a", "tokens": 2**31 - 1}, "tokens"),
+        ({"type": "credit", "id": "rich", "tokens": 2**31 - 1}, "tokens"),
         ({"type": "credit", "id": "a"}, "tokens"),
         ({"type": "credit", "id": "a", "tokens": 1, "bytes": 1}, "bytes"),
         ({"type": "credit", "id": "free", "tokens": 1}, "tokens"),
@@ -224,6 +224,7 @@ async def test_a_bad_grant_is_answered_and_changes_nothing(
 ) -> None:
     async with connected(gateway) as client:
         await client.generate(credit=4, max_tokens=8)
+        await client.generate("rich", credit=2**20, max_tokens=2000)  # more than it can use up
         await client.generate("free", max_tokens=2000)
         await client.wait_for("delta", "free")
         await client.send(message.pop("type"), message.pop("id"), **message)
