@@ -92,7 +92,7 @@ class ServerFaults:
     """Kills, stops and replaces the engine, and kills gateways, again and again.
 
     One at a time. A stream is in the engine and at its gateway, and outlives one of them: so nothing dies before those
-    whose gateway was killed are back.
+    whose gateway was killed are back, nor before there is a new engine that the gateways have given their streams.
     """
 
     def __init__(self, servers: Servers, session: aiohttp.ClientSession, report: Report) -> None:
@@ -100,6 +100,8 @@ class ServerFaults:
         self._session = session
         self._report = report
         self._rng = random.Random(f"{report.seed} engine")
+        self._struck_pid = 0
+        """The engine that was killed, stopped or replaced; 0: there is another by now."""
 
     async def run(self, is_over: asyncio.Event) -> None:
         blows: list[str] = []
@@ -111,7 +113,15 @@ class ServerFaults:
 
     async def _has_worked(self, is_over: asyncio.Event) -> bool:
         report, loop = self._report, asyncio.get_running_loop()
-        enough, until_s = report.num_received + TOKENS_BETWEEN, loop.time() + PATIENCE_S
+        until_s = loop.time() + PATIENCE_S
+        while not await self._has_engine():  # tokens from buffers go on coming meanwhile
+            if is_over.is_set():
+                return False
+            if loop.time() > until_s:
+                report.violate(f"no new engine in {PATIENCE_S:.0f} s")
+                return False
+            await asyncio.sleep(0.25)
+        enough = report.num_received + TOKENS_BETWEEN
         while report.num_received < enough or self._servers.away:
             if is_over.is_set():
                 return False
@@ -123,6 +133,23 @@ class ServerFaults:
             await asyncio.sleep(0.25)
         return True
 
+    async def _has_engine(self) -> bool:
+        """Whether one has taken the place of that which was struck, and every gateway that runs is ready with it."""
+        if not self._struck_pid:
+            return True
+        try:
+            if self._servers.engine.engine_pid == self._struck_pid:
+                return False
+            for gateway in self._servers.gateways:
+                if not gateway.is_down:
+                    async with self._session.get(f"{gateway.url}/ready") as response:
+                        if response.status != 200:
+                            return False
+        except (ValueError, OSError, aiohttp.ClientError):
+            return False  # it is being started just now
+        self._struck_pid = 0
+        return True
+
     async def _strike(self, kind: str) -> None:
         servers, faults = self._servers, self._report.faults
         if kind == "gateway":
@@ -130,14 +157,16 @@ class ServerFaults:
             gateway, pause_s = self._rng.choice(servers.gateways), self._rng.uniform(0, LONGEST_DOWN_S)
             await servers.kill(gateway, self._session, pause_s, GATEWAY_START_S)
             return
-        if kind == "restart":
-            faults["engine replaced (SIGUSR1)"] += 1
-            servers.engine.process.send_signal(signal.SIGUSR1)
-            return
         try:
             pid = servers.engine.engine_pid
         except ValueError:
             return  # it is being started just now
+        if kind != "pause":
+            self._struck_pid = pid
+        if kind == "restart":
+            faults["engine replaced (SIGUSR1)"] += 1
+            servers.engine.process.send_signal(signal.SIGUSR1)
+            return
         with contextlib.suppress(ProcessLookupError):
             if kind == "kill":
                 faults["engine killed (SIGKILL)"] += 1
