@@ -913,10 +913,8 @@ def test_steps_that_are_found_done_together_took_as_long_as_they_took() -> None:
     assert len(observed) >= 20 and all(seconds >= 0.015 for seconds in observed)
 
 
-def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who comes while a long step runs is in the one behind it, and the device does not wait."""
-    step_s, clock = 0.04, time.monotonic
-    executor = ScriptedExecutor(step_s=step_s, max_in_flight=2)
+def times_of_steps(executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], dict[int, float]]:
+    """When each step is launched, and when it is done; both grow as it runs."""
     launched_s: list[float] = []
     done_s: dict[int, float] = {}
     launch = executor.launch
@@ -925,13 +923,21 @@ def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypa
         step = len(launched_s)
 
         def tell() -> None:
-            done_s[step] = clock()
+            done_s[step] = time.monotonic()
             on_done()
 
-        launched_s.append(clock())
+        launched_s.append(time.monotonic())
         return launch(plan, tell)
 
     monkeypatch.setattr(executor, "launch", watched)
+    return launched_s, done_s
+
+
+def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes while a long step runs is in the one behind it, and the device does not wait."""
+    step_s = 0.04
+    executor = ScriptedExecutor(step_s=step_s, max_in_flight=2)
+    launched_s, done_s = times_of_steps(executor, monkeypatch)
     with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
         gateway.wait_for(Ready)
         engine.loop._latency.predict_s = lambda load: step_s
@@ -950,21 +956,7 @@ def test_behind_a_long_step_the_next_is_planned_late_and_before_its_end(monkeypa
 def test_a_turn_that_ends_after_the_time_to_plan_does_not_sleep_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
     step_s = 0.2
     executor = ScriptedExecutor(step_s=step_s, max_in_flight=2)
-    launched_s: list[float] = []
-    done_s: dict[int, float] = {}
-    launch = executor.launch
-
-    def watched(plan: StepPlan, on_done: Callable[[], None]) -> ScriptedLaunch:
-        step = len(launched_s)
-
-        def tell() -> None:
-            done_s[step] = time.monotonic()
-            on_done()
-
-        launched_s.append(time.monotonic())
-        return launch(plan, tell)
-
-    monkeypatch.setattr(executor, "launch", watched)
+    launched_s, done_s = times_of_steps(executor, monkeypatch)
     with serving(executor, heartbeat_s=30.0) as engine, WireGateway(engine.endpoint) as gateway:
         gateway.wait_for(Ready)
         publish = engine.loop._publish
