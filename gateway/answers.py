@@ -10,7 +10,8 @@ import msgspec
 
 from gateway.deltas import Delta, TokenLogprob, ToolCallDelta
 from gateway.logprobs import LogprobForms
-from gateway.streams import Ending, Stream, StreamState, Usage
+from gateway.outlet import Ending, StreamFacts, Usage
+from gateway.stream_state import StreamState
 from streamkv.errors import StreamKVError
 
 _NO_USAGE = b',"usage":null'
@@ -275,7 +276,7 @@ class GatheredAnswer:
         self._forms: LogprobForms | None = None
         self.usage: Usage | None = None
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._forms = stream.logprob_forms
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:

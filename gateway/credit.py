@@ -6,7 +6,7 @@ A generation without credit does not come here: what a token costs it is unchang
 from collections.abc import Callable
 
 from gateway.deltas import Delta
-from gateway.streams import Ending, Outlet, Stream, Usage
+from gateway.outlet import Ending, Outlet, StreamFacts, Usage
 from streamkv.errors import InvalidField, StreamKVError
 
 MAX_TOKENS = 2**31 - 1
@@ -40,7 +40,7 @@ class CreditedOutlet:
         self._num_known: list[int] = []
         """Of each choice, what its client has had before, and is not charged for again."""
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         assert stream.state is not None
         self._num_known = [stream.known.mark(choice).num_tokens for choice in range(stream.state.sampling.n)]
         self._outlet.begin(stream)

@@ -61,6 +61,8 @@ _GIVEN_PER_TURN: Final = 100
 them after which it's the next one's turn."""
 _GIVEN_BYTES_PER_TURN: Final = 1024 * 1024
 _GIVE_AGAIN_S: Final = 0.1
+_MAX_UNHEARD_ABORTS: Final = 10_000
+"""Requests of which the engine has not yet said that they ended; beyond that the oldest is not aborted again."""
 _MAX_UNHEARD_FORGETS: Final = 10_000
 """Deletions that no engine has confirmed; beyond that the oldest is not repeated any more."""
 
@@ -195,8 +197,9 @@ class EngineClient:
         """Live requests that the engine of now does not have."""
         self._attaching: set[Sink] = set()
         """Attached on a client's behalf: there is nothing to submit again before the answer."""
-        self._unsent_aborts: dict[int, str] = {}
-        """Causes by request id: ended here while the connection to their engine was broken."""
+        self._unheard_aborts: dict[int, str] = {}
+        """Causes by request id: ended here, and the engine has not said so yet, the oldest first. A connection that
+        breaks loses what was sent, and what nobody ends runs on in the engine unread."""
         self._unheard_forgets: dict[Forget, None] = {}
         """What was deleted here and the engine has not sent back yet, the oldest first: a connection that breaks, or an
         engine that loads, loses what it is sent."""
@@ -276,8 +279,11 @@ class EngineClient:
     def abort(self, sink: Sink, cause: str) -> None:
         """Stop a request and forget it. Its sink gets no further call. Harmless for one that has ended."""
         request_id = self._forget(sink)
-        if request_id and not self._socket.send(encode(Abort(request_id, cause))):
-            self._unsent_aborts[request_id] = cause
+        if request_id:
+            self._unheard_aborts[request_id] = cause
+            if len(self._unheard_aborts) > _MAX_UNHEARD_ABORTS:
+                del self._unheard_aborts[next(iter(self._unheard_aborts))]
+            self._socket.send(encode(Abort(request_id, cause)))
 
     def abort_choice(self, sink: Sink, choice: int, cause: str) -> None:
         """Stop one choice of a request of which others go on. What of it is on its way may still come.
@@ -491,6 +497,8 @@ class EngineClient:
         for finished in ends:
             sink = self._sinks.get(finished.request_id)
             if sink is None:
+                if finished.finish_reason == "abort":  # another end may have been on its way before the Abort came
+                    self._unheard_aborts.pop(finished.request_id, None)
                 continue
             if finished.finish_reason == "abort" and finished.cause == "gateway_lost":
                 lost[sink] = None  # it took us for dead; we are not
@@ -573,10 +581,10 @@ class EngineClient:
         if is_new:
             self._last_step = 0
         self._set_state(EngineState.READY)
-        if not is_new:
-            for request_id, cause in self._unsent_aborts.items():
-                self._socket.send(encode(Abort(request_id, cause)))
-        self._unsent_aborts.clear()
+        if is_new:
+            self._unheard_aborts.clear()
+        for request_id, cause in self._unheard_aborts.items():
+            self._socket.send(encode(Abort(request_id, cause)))
         for forget in self._unheard_forgets:
             self._socket.send(encode(forget))
         unsent, self._unsent = self._unsent, set()

@@ -11,9 +11,9 @@ import msgspec
 from gateway.admission import UnknownModel
 from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
+from gateway.failures import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from gateway.limits import RateLimited
 from gateway.message_answer import AnswerBrokenOff
-from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from streamkv.errors import InvalidField, ModelError
 
 _INVALID = "invalid_request_error"

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -15,7 +16,9 @@ from gateway.answers import AnswerForm, form_of
 from gateway.auth import Caller
 from gateway.cursor import FROM_START, Cursor
 from gateway.engine_client import EngineClient, EngineUnavailable
+from gateway.failures import UnknownStream
 from gateway.metrics import GatewayMetrics
+from gateway.outlet import AbandonedOutlet, NoOutlet, Outlet, Usage
 from gateway.parsers.answer_parser import Parsing
 from gateway.parsers.model_formats import ModelFormats, find_formats
 from gateway.parsers.outlet import ParsingOutlet
@@ -25,7 +28,8 @@ from gateway.schema.chat import ChatRequest
 from gateway.schema.completion import CompletionRequest
 from gateway.schema.options import RequestLimits
 from gateway.stream_group import StreamGroup
-from gateway.streams import AbandonedOutlet, NoOutlet, Outlet, Stream, StreamState, UnknownStream, Usage, new_stream_id
+from gateway.stream_state import StreamState
+from gateway.streams import Stream, new_stream_id
 from gateway.tokenizer import Tokenizer
 from streamkv.config import GatewayConfig
 from streamkv.errors import InvalidField
@@ -383,7 +387,7 @@ class Generation:
         if stream.is_done:
             return
         if state is None:
-            stream.redirect(AbandonedOutlet(self.leave))
+            stream.redirect(AbandonedOutlet(partial(self.leave, stream)))
             return
         if not state.attach_grace_s:
             stream.cancel("disconnected")

@@ -13,7 +13,7 @@ import msgspec
 from gateway.answers import json_bytes
 from gateway.deltas import Delta
 from gateway.named_events import NamedEvents
-from gateway.streams import Ending, Stream, Usage
+from gateway.outlet import Ending, StreamFacts, Usage
 from streamkv.errors import StreamKVError
 
 _STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
@@ -69,7 +69,7 @@ class MessageAnswer:
 
     # Outlet
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._usage = Usage(stream.num_prompt, 0)
         self._send("message_start", {"message": self._fields()})
         self._send("ping", {})

@@ -17,10 +17,11 @@ import msgspec
 from gateway.access_log import AccessLog
 from gateway.auth import ApiKeys, Caller
 from gateway.engine_client import EngineUnavailable
+from gateway.failures import Overloaded
 from gateway.limits import Books, OwnBooks, Permit, RateLimited, Standing, Verdict
 from gateway.metrics import GatewayMetrics
 from gateway.records import SOCKET_METHOD, SOCKET_ROUTE, Record, new_request_id, take_request_id
-from gateway.streams import Overloaded, Stream
+from gateway.streams import Stream
 from gateway.tracing import Tracing
 from streamkv.errors import StreamKVError
 

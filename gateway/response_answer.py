@@ -16,7 +16,7 @@ from gateway.answers import json_bytes
 from gateway.deltas import Delta, TokenLogprob
 from gateway.logprobs import LogprobForms
 from gateway.named_events import NamedEvents
-from gateway.streams import Ending, Stream, Usage
+from gateway.outlet import Ending, StreamFacts, Usage
 from streamkv.errors import StreamKVError
 
 _ITEM_PREFIXES: Final = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -96,7 +96,7 @@ class ResponseAnswer:
 
     # Outlet
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._forms = stream.logprob_forms
         for name in ("response.created", "response.in_progress"):
             self._send(name, {"response": self._fields()})

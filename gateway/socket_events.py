@@ -14,7 +14,7 @@ from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Bookmark
 from gateway.deltas import Delta, ToolCallDelta
 from gateway.logprobs import LogprobForms
-from gateway.streams import Ending, Stream, Usage
+from gateway.outlet import Ending, StreamFacts, Usage
 from streamkv.errors import StreamKVError
 
 JSON_PROTOCOL: Final = "streamkv.json"
@@ -143,7 +143,7 @@ class SocketOutlet:
         self._wants_ids = False
         self._forms: LogprobForms | None = None
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         """Tell the client that its request is on its way, and under which name it can be attached to."""
         state = stream.state
         assert state is not None

@@ -13,7 +13,7 @@ from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Bookmark
 from gateway.deltas import Delta
 from gateway.logprobs import LogprobForms
-from gateway.streams import Ending, Stream, Usage
+from gateway.outlet import Ending, StreamFacts, Usage
 from streamkv.errors import StreamKVError
 
 SSE_HEADERS = {
@@ -74,7 +74,7 @@ class SseOutlet:
         self._heads = [self._parts.text_head(choice) for choice in range(num_choices)]
         self._tail = self._parts.text_tail
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._forms = stream.logprob_forms
         if self._form.num_prompts > 1:
             return
@@ -178,7 +178,7 @@ class SseOutlet:
 class LateOutlet:
     """For a stream that is taken up: the outlet of its answer is made when it is known what it is."""
 
-    def __init__(self, make: Callable[[Stream], SseOutlet]) -> None:
+    def __init__(self, make: Callable[[StreamFacts], SseOutlet]) -> None:
         self._make = make
         self._outlet: SseOutlet | None = None
 
@@ -187,7 +187,7 @@ class LateOutlet:
         assert self._outlet is not None
         return self._outlet
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._outlet = self._make(stream)
         self._outlet.begin(stream)
 

@@ -3,7 +3,8 @@
 import asyncio
 
 from gateway.deltas import Delta
-from gateway.streams import Ending, Outlet, Stream, Usage
+from gateway.outlet import Ending, Outlet, StreamFacts, Usage
+from gateway.streams import Stream
 from streamkv.errors import StreamKVError
 
 
@@ -30,6 +31,11 @@ class StreamGroup:
     @property
     def streams(self) -> list[Stream]:
         return list(self._streams)
+
+    @property
+    def is_broken_off(self) -> bool:
+        """As a Stream's."""
+        return any(stream.is_broken_off for stream in self._streams)
 
     def add(self, stream: Stream) -> None:
         """It is submitted."""
@@ -87,7 +93,7 @@ class _Part:
         self._outlet = outlet
         self._first = first_choice
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._outlet.begin(stream)
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:

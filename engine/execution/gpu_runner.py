@@ -1,11 +1,9 @@
 """The executor on a GPU: the host plans and launches one step while the device runs the one before."""
 
-import itertools
 import logging
-import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,39 +13,24 @@ from typing import Final
 import torch
 
 from engine.execution.beside_steps import BesideSteps
-from engine.execution.cuda_graph import (
-    GraphKey,
-    StepGraphs,
-    bucket,
-    sequence_buckets,
-    token_buckets,
-    without_slower,
-)
+from engine.execution.cuda_graph import StepGraphs
 from engine.execution.device_sampler import DeviceSampler, PendingPromptLogprobs, PendingRows
 from engine.execution.gpu_copier import GpuBlockCopier, staging_bytes
-from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord, StagedStep
-from engine.execution.gpu_memory import CardBytes, card_bytes, measured_memory, peak_bytes, size_gpu_pool
+from engine.execution.gpu_inputs import DeviceBooks, SequenceRecord
+from engine.execution.gpu_memory import card_bytes
+from engine.execution.gpu_start import BeginMasks, GpuStart
 from engine.execution.inputs import PromptChunk
-from engine.execution.kv_cache import (
-    KvCache,
-    PoolSize,
-    bytes_per_block,
-    resolve_cache_dtype,
-    size_host,
-    size_pool,
-    wanted_length,
-)
-from engine.execution.largest_steps import end_of, fullest_rows, longest_prompt, masks_of_all
+from engine.execution.kv_cache import KvCache, bytes_per_block, resolve_cache_dtype, size_host, wanted_length
+from engine.execution.largest_steps import end_of
 from engine.execution.offload import BlockCopier, CpuBlockCopier
 from engine.execution.pinned_memory import PinnedMemory
 from engine.execution.sampler import SampledRow
 from engine.execution.sequence_grammars import SequenceGrammars
 from engine.execution.start_faults import StartFaults
-from engine.execution.token_masks import TokenMasks
+from engine.execution.step_parts import StepParts
 from engine.execution.warm_up import GPU_WORKLOAD, WarmUp
 from engine.executor import DeviceLimits, Launch, ReportProgress
 from engine.kept_logprobs import KeptLogprobs
-from engine.kernels.compiling import compiling_together
 from engine.layers.gpu_linear import choose_gpu_method
 from engine.memory import available_memory_bytes
 from engine.models.config import ModelConfig
@@ -64,25 +47,11 @@ from streamkv.protocol import ModelFacts
 from streamkv.sampling import Grammar
 
 _MAX_NUM_BATCHED_TOKENS: Final = 8192
-_LOGITS_BYTES: Final = 256 * 1024 * 1024
-"""Of a prompt's logits that are there at once."""
-_GRAPH_BYTES: Final = 4 * 2**20
-"""What a graph takes beside the memory that it computes in: its launches, and their arguments."""
-_MIN_TIMED_ROWS: Final = 64
-_MAX_TIMED_ROWS: Final = 2048
-"""Between them some sizes are slower than larger ones. Larger steps take long to time, and are rare."""
-_MANY_ROWS: Final = 256
-"""From here on parts have the same kernels, but for the largest, whose size need not be round."""
 _HASH_THREADS: Final = 8
 _NUM_RESULTS: Final = 3
 """More than steps under way: the ids of a step lie on the host until it is collected."""
 _END_LIMIT_S: Final = 10.0
 """How long `close` waits for the steps under way: a kernel that hangs would keep the process for ever."""
-
-_Part = tuple[GraphKey, Callable[[], None]]
-"""Of a step, with what launches it."""
-_BeginMasks = Callable[[list[SampledRow]], "Future[TokenMasks] | None"]
-"""As SequenceGrammars.begin_masks."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,20 +81,6 @@ class GpuLaunch:
             self.event.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Where the parts of a step hand over to each other: the same addresses in every step."""
-
-    attended: torch.Tensor
-    """[max_num_tokens, num_heads * head_dim]."""
-    residual: torch.Tensor
-    """[max_num_tokens, hidden_size]."""
-    logits: torch.Tensor
-    """[max_num_seqs, vocab_size] float32."""
-    token_ids: torch.Tensor
-    """[max_num_seqs] int32: sampled ones."""
-
-
 class GpuRunner:
     """Computes steps with our kernels. Implements engine.executor.Executor.
 
@@ -147,14 +102,9 @@ class GpuRunner:
         self._turn = 0
         self._beside: BesideSteps | None = None
         self._host: PinnedMemory | None = None
-        self._model: GpuModel
-        self._cache: KvCache
-        self._scales: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._measured_scales: tuple[torch.Tensor, torch.Tensor]
-        """Of a float8 cache: as measure_kv_scales gives them."""
+        self._parts: StepParts
         self._books: DeviceBooks
         self._sampler: DeviceSampler
-        self._buffers: _Buffers
         self._results: list[torch.Tensor]
         """Sampled ids on their way to the host, in turn."""
         self._special: set[int] = set()
@@ -194,24 +144,28 @@ class GpuRunner:
         # Without chunks a prompt that is over the budget has a step of its own.
         max_num_tokens = budget if config.enable_chunked_prefill else max(budget, longest)
         self._max_num_seqs = min(config.max_num_seqs, budget)  # more never run at once
-        self._model = make_gpu_model(
+        report("allocating buffers", 0.0)
+        gpu_model = make_gpu_model(
             model, longest, self._max_num_seqs, max_num_tokens, cache_dtype, device, config.deterministic
         )
+        scales = None
         if cache_dtype == torch.float8_e4m3fn:
-            self._measured_scales = find_kv_scales(model, dtype, device, config.deterministic)
-        self._allocate(model_config, dtype, max_num_tokens, -(-longest // config.block_size))
+            scales = find_kv_scales(model, dtype, device, config.deterministic)
+        self._allocate(gpu_model, max_num_tokens, -(-longest // config.block_size))
+        parts = self._parts
+        start = GpuStart(config, parts, self._stream, longest, self._compute)
+        make_cache = partial(_make_cache, model_config, config.block_size, cache_dtype, device, scales)
         late_bytes = staging_bytes(block_bytes, num_host_blocks) if num_host_blocks else 0
-        pool = self._size_pool(
-            model_config, cache_dtype, block_bytes, max_num_tokens, longest, before, late_bytes, report
-        )
+        pool = start.size_pool(block_bytes, before, late_bytes, make_cache, report)
         faults.has_pool = True
-        self._make_cache(model_config, pool.num_blocks, cache_dtype)
+        report("allocating KV blocks", 0.0)
+        parts.use(make_cache(pool.num_blocks))
         # Its kernel has a form for strides over 2**31, which those of the throw-away pool never are.
-        self._cache.copy_blocks([(0, 1)])
-        self._capture(max_num_tokens, partial(report, "capturing graphs"))
-        words = self._placing(dtype, cache_dtype, block_bytes)
+        parts.cache.copy_blocks([(0, 1)])
+        start.capture(partial(report, "capturing graphs"))
+        words = self._placing(dtype, cache_dtype, block_bytes, parts.cache)
         num_disk_blocks, stored = beside.open_disk(files, model_config, words, block_bytes, _HASH_THREADS, report)
-        host_bytes_per_s = self._begin_offload(beside, report)
+        host_bytes_per_s = self._begin_offload(beside, parts.cache, report)
         self._watcher = threading.Thread(target=self._watch, name="gpu-watch", daemon=True)
         self._watcher.start()
         warm_up = WarmUp(
@@ -244,7 +198,7 @@ class GpuRunner:
             stored=stored,
             step_samples=warm_up.samples,
             host_bytes_per_s=host_bytes_per_s,
-            token_buckets=self._token_buckets,
+            token_buckets=parts.token_sizes,
         )
         return facts, limits
 
@@ -257,155 +211,26 @@ class GpuRunner:
             return max(_MAX_NUM_BATCHED_TOKENS, config.max_model_len or model.max_position_embeddings)
         return max(_MAX_NUM_BATCHED_TOKENS, self._max_num_seqs)
 
-    def _allocate(self, model: ModelConfig, dtype: torch.dtype, max_num_tokens: int, max_num_blocks: int) -> None:
-        """All that lasts beside weights and cache."""
+    def _allocate(self, model: GpuModel, max_num_tokens: int, max_num_blocks: int) -> None:
+        """All that lasts beside weights and cache. max_num_blocks: of a sequence."""
         device, max_num_seqs = self._device, self._max_num_seqs
-        self._sampler = DeviceSampler(max_num_seqs, model.vocab_size, device)
+        self._sampler = DeviceSampler(max_num_seqs, model.config.vocab_size, device)
         self._books = DeviceBooks(
             max_num_seqs, max_num_tokens, max_num_blocks, self._config.block_size, device, self._give_slot
-        )
-        self._buffers = _Buffers(
-            torch.zeros(max_num_tokens, model.num_heads * model.head_dim, dtype=dtype, device=device),
-            torch.zeros(max_num_tokens, model.hidden_size, dtype=dtype, device=device),
-            torch.zeros(max_num_seqs, model.vocab_size, dtype=torch.float32, device=device),
-            torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
         )
         self._results = [
             torch.zeros(max_num_seqs, dtype=torch.int32, pin_memory=self._is_cuda) for _ in range(_NUM_RESULTS)
         ]
-        self._sequence_buckets = self._decode_buckets = sequence_buckets(max_num_seqs)
-        self._token_buckets = token_buckets(max_num_tokens)
+        self._parts = StepParts(model, self._books, self._sampler, self._graphs, max_num_seqs, max_num_tokens, device)
 
-    def _make_cache(self, model: ModelConfig, num_blocks: int, cache_dtype: torch.dtype) -> None:
-        self._cache = KvCache(model, num_blocks, self._config.block_size, cache_dtype, self._device)
-        key_scales, value_scales = self._cache.key_scales, self._cache.value_scales
-        if key_scales is not None and value_scales is not None:
-            key_scales.copy_(self._measured_scales[0])
-            value_scales.copy_(self._measured_scales[1])
-            self._scales = list(zip(key_scales, value_scales, strict=True))
+    def _compute(self, plan: StepPlan, begin_masks: BeginMasks) -> None:
+        """A whole step of the start, whose sequences are then forgotten."""
+        self._begin(plan, lambda: None, begin_masks).wait()
+        self._learn(end_of(plan))
 
-    def _size_pool(
-        self,
-        model: ModelConfig,
-        cache_dtype: torch.dtype,
-        block_bytes: int,
-        max_num_tokens: int,
-        longest: int,
-        before: CardBytes | None,
-        late_bytes: int,
-        report: ReportProgress,
-    ) -> PoolSize:
-        """What the cache may take, beside what a step and the graphs need, measured on a throw-away pool.
-
-        longest: tokens of a sequence. before: of the card, when it was empty; None: there is none. late_bytes: needed
-        for what is allocated behind the pool.
-        """
-        if before is None:
-            return size_pool(self._config, model, available_memory_bytes())
-        self._make_cache(model, 2, cache_dtype)
-        parts = list(self._parts(max_num_tokens))
-        largest = _first_of_each_kind(parts)
-        compiled = parts if self._model.is_capturable else largest + _first_of_each_kind(reversed(parts))
-        self._compile(compiled, partial(report, "compiling kernels"))
-        report("measuring memory", 0.0)
-        compute_largest = partial(self._compute_largest, largest, max_num_tokens, longest)
-        # The first time what lasts is made: tables of biases, counts and bans, workspaces.
-        with self._model.shallow():
-            compute_largest()
-        step_bytes = peak_bytes(compute_largest, self._device)
-        graph_bytes = 0
-        if self._has_graphs and self._stream is not None:
-            graph_bytes = peak_bytes(partial(self._graphs.capture, largest, self._stream), self._device)
-            # What they compute in is shared; each has its own list of launches.
-            graph_bytes += len(parts) * _GRAPH_BYTES
-            self._graphs.clear()
-        del self._cache
-        self._scales = None
-        now, reserved_bytes = card_bytes(self._device), torch.cuda.memory_reserved(self._device)
-        memory = measured_memory(before, now, reserved_bytes, step_bytes, graph_bytes, late_bytes)
-        return size_gpu_pool(self._config, model, block_bytes, memory)
-
-    def _compute_largest(self, largest: list[_Part], max_num_tokens: int, longest: int) -> None:
-        """What needs the most memory, of each kind that a step may be made of, and steps with all that requests may ask
-        for; these through one layer of each kind, since layers take their memory one after the other."""
-        for _, launch in largest:
-            launch()
-        vocab_size = self._model.config.vocab_size
-
-        def mask_all(rows: list[SampledRow]) -> Future[TokenMasks] | None:
-            if not rows:
-                return None
-            masks: Future[TokenMasks] = Future()
-            masks.set_result(masks_of_all(len(rows), vocab_size))
-            return masks
-
-        told = longest_prompt(max_num_tokens, longest, self._config.block_size)
-        with self._model.shallow():
-            for plan in (told, fullest_rows(self._max_num_seqs)):
-                self._begin(plan, lambda: None, mask_all).wait()
-                self._learn(end_of(plan))
-        self._books.clear_record()
-
-    def _parts(self, max_num_tokens: int) -> Iterator[_Part]:
-        """Everything that steps are made of, the largest first."""
-        for num_tokens in reversed(self._token_buckets):
-            yield ("body", num_tokens), partial(self._launch_body, num_tokens)
-        for num_seqs in reversed(self._sequence_buckets):
-            yield ("head", num_seqs), partial(self._launch_head, num_seqs)
-            yield ("sample", num_seqs), partial(self._launch_sampling, num_seqs, has_filters=False)
-            yield ("filter and sample", num_seqs), partial(self._launch_sampling, num_seqs, has_filters=True)
-            yield ("decode", num_seqs), partial(self._launch_decode, num_seqs)
-
-    @property
-    def _has_graphs(self) -> bool:
-        return self._model.is_capturable and not self._config.enforce_eager
-
-    def _compile(self, parts: list[_Part], report: Callable[[float], None]) -> None:
-        """Have every kernel ready that a step may launch: compiled, and on the device.
-
-        parts: every size that a step may have, or, of a model that always goes through all its layers, the least and
-        the largest: its own products need no compiling, and our kernels have one form for few rows and one for many.
-        """
-
-        def launch_all(sizes: Callable[[int], bool]) -> None:
-            for (_, size), launch in parts:
-                if sizes(size):
-                    launch()
-            for num_rows in filter(sizes, self._prompt_sizes(len(self._buffers.residual))):
-                self._prompt_logits(slice(num_rows))
-            self._sampler.compile()
-            self._cache.copy_blocks([(0, 1)])
-
-        with self._model.shallow():
-            with compiling_together(os.cpu_count() or 1, report):
-                launch_all(lambda size: size <= _MANY_ROWS or size % (8 * _MANY_ROWS) == 0)
-            # Whatever that has left out is compiled now, one by one: nothing may be, in the middle of a capture.
-            launch_all(lambda size: True)
-
-    def _capture(self, max_num_tokens: int, report: Callable[[float], None]) -> None:
-        if self._stream is None or not self._has_graphs:
-            return
-        parts = list(self._parts(max_num_tokens))
-
-        def reported() -> Iterator[_Part]:
-            for number, part in enumerate(parts):
-                report(100.0 * number / len(parts))
-                yield part
-
-        self._graphs.capture(reported(), self._stream)
-        self._token_buckets = self._without_slower("body", self._token_buckets, self._stream)
-        self._decode_buckets = self._without_slower("decode", self._decode_buckets, self._stream)
-        report(100.0)
-
-    def _without_slower(self, part: str, sizes: list[int], stream: torch.cuda.Stream) -> list[int]:
-        """The sizes, without those whose graph a larger one beats."""
-        timed = [size for size in sizes if _MIN_TIMED_ROWS < size <= _MAX_TIMED_ROWS]
-        kept = without_slower(self._graphs.time_s([(part, size) for size in timed], stream)) if timed else []
-        dropped = set(timed) - set(kept)
-        self._graphs.drop((part, size) for size in dropped)
-        return [size for size in sizes if size not in dropped]
-
-    def _placing(self, dtype: torch.dtype, cache_dtype: torch.dtype, block_bytes: int) -> tuple[str, ...]:
+    def _placing(
+        self, dtype: torch.dtype, cache_dtype: torch.dtype, block_bytes: int, cache: KvCache
+    ) -> tuple[str, ...]:
         """What kept blocks are bound to, beside the model."""
         config = self._config
         return placing(
@@ -416,20 +241,20 @@ class GpuRunner:
             torch.cuda.get_device_name(self._device) if self._is_cuda else "cpu",
             config.quantization,
             config.deterministic,
-            (self._cache.key_scales, self._cache.value_scales),
+            (cache.key_scales, cache.value_scales),
         )
 
-    def _begin_offload(self, beside: BesideSteps, report: ReportProgress) -> float:
+    def _begin_offload(self, beside: BesideSteps, cache: KvCache, report: ReportProgress) -> float:
         """Make ready for transfers → the speed of copies between pool and host memory; 0 without a host tier."""
         if self._host is None:
             return 0.0
         self._host.wait(report)
         copier: BlockCopier
         if self._stream is None:  # the interpreter runs one kernel at a time, and a step's may be under way
-            copier = CpuBlockCopier(self._cache.storage, self._host.rows)
+            copier = CpuBlockCopier(cache.storage, self._host.rows)
         else:
-            copier = GpuBlockCopier(self._cache.storage, self._host, self._stream)
-        return beside.begin_offload(self._host.rows, copier, self._cache.num_blocks)
+            copier = GpuBlockCopier(cache.storage, self._host, self._stream)
+        return beside.begin_offload(self._host.rows, copier, cache.num_blocks)
 
     # One step
 
@@ -440,14 +265,14 @@ class GpuRunner:
         self._launched.put(launch)
         return launch
 
-    def _begin(self, plan: StepPlan, on_done: Callable[[], None], begin_masks: _BeginMasks) -> GpuLaunch:
+    def _begin(self, plan: StepPlan, on_done: Callable[[], None], begin_masks: BeginMasks) -> GpuLaunch:
         self._learn(plan)
         staged = self._books.stage(plan)
         self._sampler.upload()
-        self._cache.copy_blocks(plan.block_copies)
+        self._parts.cache.copy_blocks(plan.block_copies)
         is_special = bool(self._special) and any(entry.sequence_id in self._special for entry in plan.scheduled)
         chunks = self._books.prompt_chunks(plan) if is_special else []
-        self._forward(staged, is_whole=bool(chunks))
+        self._parts.forward(staged, is_whole=bool(chunks))
         self._turn = (self._turn + 1) % _NUM_RESULTS
         launch = GpuLaunch(plan, on_done, self._results[self._turn])
         launch.prompts = [(chunk, self._begin_prompt(row, chunk)) for row, chunk in chunks]
@@ -491,72 +316,25 @@ class GpuRunner:
     def _give_slot(self, seq_slot: int, record: SequenceRecord) -> None:
         self._sampler.add(seq_slot, record.facts, record.output_ids)
 
-    def _forward(self, staged: StagedStep, *, is_whole: bool) -> None:
-        """is_whole: rows of prompts are looked at behind it, so the body's must stay as they are."""
-        num_seqs = bucket(self._sequence_buckets, staged.num_seqs)
-        if staged.is_decode and not is_whole:
-            num_rows = bucket(self._decode_buckets, staged.num_seqs)
-            self._graphs.run(("decode", num_rows), partial(self._launch_decode, num_rows))
-            return
-        num_tokens = bucket(self._token_buckets, staged.num_tokens)
-        self._graphs.run(("body", num_tokens), partial(self._launch_body, num_tokens))
-        self._graphs.run(("head", num_seqs), partial(self._launch_head, num_seqs))
-
-    def _launch_decode(self, num_seqs: int) -> None:
-        buffers = self._buffers
-        attended, residual = buffers.attended[:num_seqs], buffers.residual[:num_seqs]
-        batch = self._books.batch(num_seqs, num_seqs, is_decode=True)
-        self._books.expand(batch)
-        self._model.body(batch, self._cache.layers, self._scales, attended, residual)
-        self._model.head(attended, residual, buffers.logits[:num_seqs])
-
-    def _launch_body(self, num_tokens: int) -> None:
-        buffers = self._buffers
-        batch = self._books.batch(self._max_num_seqs, num_tokens, is_decode=False)
-        self._books.expand(batch)
-        self._model.body(
-            batch, self._cache.layers, self._scales, buffers.attended[:num_tokens], buffers.residual[:num_tokens]
-        )
-
-    def _launch_head(self, num_seqs: int) -> None:
-        buffers = self._buffers
-        rows = self._books.part("last_rows", num_seqs)
-        attended, residual = buffers.attended.index_select(0, rows), buffers.residual.index_select(0, rows)
-        self._model.head(attended, residual, buffers.logits[:num_seqs])
-
     def _sample(self, launch: GpuLaunch) -> None:
-        """A row for each entry; who does not sample yet has one that is left out on the device."""
         num_seqs = len(launch.plan.scheduled)
-        size = bucket(self._sequence_buckets, num_seqs)
-        has_filters = self._sampler.has_filters
-        key = ("filter and sample" if has_filters else "sample", size)
-        self._graphs.run(key, partial(self._launch_sampling, size, has_filters=has_filters))
+        self._parts.sample(num_seqs)
         launch.token_ids = launch.token_ids[:num_seqs]
-        launch.token_ids.copy_(self._buffers.token_ids[:num_seqs], non_blocking=True)
+        launch.token_ids.copy_(self._parts.token_ids[:num_seqs], non_blocking=True)
 
-    def _launch_sampling(self, num_seqs: int, *, has_filters: bool) -> None:
-        self._sampler.sample(
-            self._buffers.logits[:num_seqs],
-            self._books.part("sample_slots", num_seqs),
-            self._books.part("seq_lens", num_seqs),
-            self._buffers.token_ids[:num_seqs],
-            self._books.last_tokens,
-            filters=has_filters,
-        )
-
-    def _sample_special(self, launch: GpuLaunch, begin_masks: _BeginMasks) -> None:
+    def _sample_special(self, launch: GpuLaunch, begin_masks: BeginMasks) -> None:
         """Where some row takes more than plain sampling. Waits for masks, which are filled while the device works."""
         num_seqs = len(launch.plan.scheduled)
         launch.rows = self._books.sampled_rows(launch.plan)
         masks = begin_masks(launch.rows)
         places = [row for row, entry in enumerate(launch.plan.scheduled) if entry.samples]
-        logits = self._buffers.logits[:num_seqs]
+        logits = self._parts.logits[:num_seqs]
         seq_slots, positions = self._books.part("sample_slots", num_seqs), self._books.part("seq_lens", num_seqs)
         num_rows = len(places)
         if num_rows < num_seqs:
             rows = _to_device(places, self._device)
-            logits, seq_slots, positions = (part.index_select(0, rows) for part in (logits, seq_slots, positions))
-        token_ids = self._buffers.token_ids[:num_rows]
+            logits, seq_slots, positions = (values.index_select(0, rows) for values in (logits, seq_slots, positions))
+        token_ids = self._parts.token_ids[:num_rows]
         launch.pending = self._sampler.sample_more(
             logits,
             launch.rows,
@@ -572,32 +350,14 @@ class GpuRunner:
     def _begin_prompt(self, first_row: int, chunk: PromptChunk) -> list[PendingPromptLogprobs]:
         """Begin to work out what a step tells of a prompt, some rows at a time. first_row: that of the token before
         the chunk's first one."""
-        num_rows = self._most_prompt_rows
+        num_rows = self._parts.most_prompt_rows
         num_top = chunk.facts.sampling.prompt_logprobs
         begun = []
         for start in range(chunk.start, chunk.end, num_rows):
             token_ids = chunk.facts.token_ids[start : min(start + num_rows, chunk.end)]
             rows = slice(first_row + start - chunk.start, first_row + start - chunk.start + len(token_ids))
-            begun.append(self._sampler.begin_prompt_logprobs(self._prompt_logits(rows), token_ids, num_top))
+            begun.append(self._sampler.begin_prompt_logprobs(self._parts.prompt_logits(rows), token_ids, num_top))
         return begun
-
-    @property
-    def _most_prompt_rows(self) -> int:
-        """Of a prompt whose logits are there at once."""
-        return max(1, _LOGITS_BYTES // (4 * self._model.config.vocab_size))
-
-    def _prompt_sizes(self, max_num_tokens: int) -> list[int]:
-        """Numbers of rows that between them have each form of the head's kernels."""
-        most = min(self._most_prompt_rows, max_num_tokens)
-        return [*itertools.takewhile(lambda size: size < most, (2**i for i in range(_MANY_ROWS.bit_length()))), most]
-
-    def _prompt_logits(self, rows: slice) -> torch.Tensor:
-        """Of those rows of the last body's, which stay as they are."""
-        # Copies begin where kernels may read wide, which rows in the middle need not.
-        attended, residual = self._buffers.attended[rows].clone(), self._buffers.residual[rows].clone()
-        logits = torch.empty(len(residual), self._model.config.vocab_size, device=self._device)
-        self._model.head(attended, residual, logits)
-        return logits
 
     def _step(self, plan: StepPlan) -> StepTokens:
         """Of the warm-up: a plan without anything scheduled only forgets."""
@@ -659,11 +419,20 @@ class GpuRunner:
             yield
 
 
-def _first_of_each_kind(parts: Iterable[_Part]) -> list[_Part]:
-    firsts: dict[str, _Part] = {}
-    for part in parts:
-        firsts.setdefault(part[0][0], part)
-    return list(firsts.values())
+def _make_cache(
+    model: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    num_blocks: int,
+) -> KvCache:
+    """scales: of a float8 cache's keys and values, as measure_kv_scales gives them."""
+    cache = KvCache(model, num_blocks, block_size, dtype, device)
+    if scales is not None and cache.key_scales is not None and cache.value_scales is not None:
+        cache.key_scales.copy_(scales[0])
+        cache.value_scales.copy_(scales[1])
+    return cache
 
 
 def _is_special(facts: NewSequence) -> bool:

@@ -33,6 +33,6 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack((c0, c1, c2, c3), -1)
 
 
-def uniform_double(words: torch.Tensor) -> torch.Tensor:
-    """The first two words of a draw → float64 in [0, 1), a multiple of 2**-53: words [..., 4] → [...]."""
-    return ((words[..., 0] << 21) | (words[..., 1] >> 11)).double() * 2.0**-53
+def exponential(words: torch.Tensor) -> torch.Tensor:
+    """Words → float64, distributed as the waiting time for what happens once in a unit of it: over 0, at most 22.9."""
+    return -((words.double() + 0.5) * 2.0**-32).log()

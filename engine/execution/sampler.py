@@ -1,14 +1,22 @@
 """Logits → the next token of each row.
 
-A draw takes one uniform number and inverts the cumulative distribution over the tokens in the order of their ids: that
-reads the vocabulary once and needs no sort, where a Gumbel number per token would cost ten rounds of Philox for each.
-The number is philox4x32 of
+A draw is a race: who has weight w is there after an exponentially distributed time divided by w, and the first wins,
+with a chance in proportion to its weight (the same as adding Gumbel numbers to the logits). The first race is between
+tiles of 1024 ids, each with the sum of its tokens' weights, the second between the tokens of the tile that has won: so
+the vocabulary is read once, nothing is sorted, and a token costs no number of its own, where one race between all would
+take ten rounds of Philox for each four. The times are of the words of philox4x32 at
 
     key      seed, low 32 bits | seed, high 32 bits
-    counter  position          | choice             | purpose | 0
+    counter  position          | choice             | purpose | n
 
-with position = the sampled token's index in its sequence, prompt included, and purpose 0 for the token itself. So a
-request that is sent again as prompt + tokens so far goes on with the same draws. The number is the first 53 bits.
+with position = the sampled token's index in its sequence, prompt included; purpose 1 for tiles, of which n has the
+times of 4n to 4n + 3, and purpose 0 for tokens, likewise by their places in their tile. So a request that is sent
+again as prompt + tokens so far goes on with the same draws.
+
+What the sums of a forward pass are rounded to depends on the batch, and a token should not. A race turns out otherwise
+only if two of its times are nearly the same, as the likeliest token does if two logits are: one draw in 600,000, with
+SmolLM2-135M in float32. Inverting the cumulative distribution at one uniform number would be cheaper, but there each
+token has a border with the next, and all of them move: one draw in 600.
 
 A grammar's mask, biases and penalties (penalties.py) and bans change the logits first, in this order. Then come
 temperature, min_p, top_k, top_p, and each filter is a threshold, whose ties are kept; with the weights
@@ -32,13 +40,14 @@ import torch.nn.functional as F
 
 from engine.execution.logprobs import logprobs_of
 from engine.execution.penalties import LogitChanges
-from engine.execution.philox import philox4x32, uniform_double
+from engine.execution.philox import exponential, philox4x32
 from engine.execution.token_masks import TokenMasks
 from engine.plan import NewSequence, StepTokens
 from streamkv.log import fields
 from streamkv.sampling import SamplingParams
 
-PURPOSE_TOKEN = 0
+_PURPOSE_TOKEN = 0
+_PURPOSE_TILE = 1
 
 NO_TOKEN = -1
 """In place of a token id for a row without usable logits."""
@@ -48,8 +57,10 @@ UNUSABLE_LOGITS = (
 )
 """Why there is no token, as the client reads it."""
 
+_RACING_TILE = 1024
+"""Ids of a tile in a race. What a draw gives depends on it, and kernels/sampling_rows.py has the same."""
 _TILE = 256
-"""Ids per tile. Maxima and sums of tiles come first: most tiles are never looked at again."""
+"""Ids of a tile otherwise. Maxima and sums of tiles come first: most tiles are never looked at again."""
 MIN_TEMPERATURE = 1e-6
 """Below it the division would overflow; the likeliest token has all the weight long before."""
 _MAX_SORTED = 2048
@@ -140,8 +151,8 @@ def sample(logits: torch.Tensor, rows: list[SampledRow], ending: Collection[int]
         return []
     _ban_stop_ids(logits, rows, ending)
     vocab_size = logits.shape[1]
-    if vocab_size % _TILE:
-        logits = F.pad(logits, (0, -vocab_size % _TILE), value=float("-inf"))
+    if vocab_size % _RACING_TILE:
+        logits = F.pad(logits, (0, -vocab_size % _RACING_TILE), value=float("-inf"))
     tiles = logits.view(len(rows), -1, _TILE)
     tile_maxima = tiles.amax(-1)
     maxima, best_tiles = tile_maxima.max(-1)
@@ -160,9 +171,9 @@ def sample(logits: torch.Tensor, rows: list[SampledRow], ending: Collection[int]
             )
     drawn = [i for i, row in enumerate(rows) if not row.sequence.sampling.is_greedy and token_ids[i] != NO_TOKEN]
     if drawn:
-        uniforms = _draw([rows[i] for i in drawn])
-        for i, uniform in zip(drawn, uniforms, strict=True):
-            token_ids[i] = _sample_row(tiles[i], tile_maxima[i], highest[i], rows[i].sequence.sampling, uniform)
+        times = _draw([rows[i] for i in drawn], logits.shape[1] // _RACING_TILE)
+        for i, race in zip(drawn, times, strict=True):
+            token_ids[i] = _sample_row(tiles[i], tile_maxima[i], highest[i], rows[i].sequence.sampling, race)
     return token_ids
 
 
@@ -177,18 +188,26 @@ def _ban_stop_ids(logits: torch.Tensor, rows: list[SampledRow], ending: Collecti
                 logits[i, in_vocabulary] = float("-inf")
 
 
-def _draw(rows: list[SampledRow]) -> list[float]:
-    counter = torch.tensor([[row.position, row.sequence.choice, PURPOSE_TOKEN, 0] for row in rows])
+def _draw(rows: list[SampledRow], num_tiles: int) -> torch.Tensor:
+    """→ [len(rows), 1024 + num_tiles or up to 3 more] float64: times of the places in a tile, then of the tiles."""
+    num_token_counters, num_tile_counters = _RACING_TILE // 4, -(-num_tiles // 4)
+    counter = torch.empty(len(rows), num_token_counters + num_tile_counters, 4, dtype=torch.int64)
+    counter[:, :, :2] = torch.tensor([[row.position, row.sequence.choice] for row in rows])[:, None]
+    for purpose, counters in (
+        (_PURPOSE_TOKEN, counter[:, :num_token_counters]),
+        (_PURPOSE_TILE, counter[:, num_token_counters:]),
+    ):
+        counters[:, :, 2] = purpose
+        counters[:, :, 3] = torch.arange(counters.shape[1])
     seeds = [row.sequence.sampling.seed for row in rows]
-    key = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
-    uniforms: list[float] = uniform_double(philox4x32(counter, key)).tolist()
-    return uniforms
+    key = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])[:, None]
+    return exponential(philox4x32(counter, key).flatten(1))
 
 
 def _sample_row(
-    tiles: torch.Tensor, tile_maxima: torch.Tensor, highest: float, sampling: SamplingParams, uniform: float
+    tiles: torch.Tensor, tile_maxima: torch.Tensor, highest: float, sampling: SamplingParams, times: torch.Tensor
 ) -> int:
-    """tiles: [num_tiles, 256], one row's logits; tile_maxima: [num_tiles]; highest: their maximum."""
+    """tiles: [num_tiles, 256], one row's logits; tile_maxima: [num_tiles]; highest: their maximum; times: its _draw."""
     inverse_temperature = 1.0 / max(sampling.temperature, MIN_TEMPERATURE)
     limits_count = 0 < sampling.top_k < tiles.numel()
     if limits_count or sampling.min_p > 0.0:
@@ -206,18 +225,29 @@ def _sample_row(
         ids, weights = ids[kept], weights[kept]
         if sampling.top_p < 1.0:
             weights *= weights >= _top_p_threshold(weights, sampling.top_p * weights.double().sum().item())
-        return int(ids[_pick_at(weights, uniform * weights.double().sum().item())])
+        return _first_of_few(ids, weights.double(), times)
 
     weights = (tiles - highest).mul_(inverse_temperature).exp_()
     tile_sums = weights.sum(-1).double()
     if sampling.top_p < 1.0:
         weights *= weights >= _top_p_threshold(weights.view(-1), sampling.top_p * tile_sums.sum().item())
         tile_sums = weights.sum(-1).double()
-    cumulative = tile_sums.cumsum(0)
-    target = uniform * cumulative[-1].item()
-    tile = min(int(torch.searchsorted(cumulative, target, right=True)), len(tile_sums) - 1)
-    before = cumulative[tile - 1].item() if tile else 0.0
-    return tile * _TILE + _pick_at(weights[tile], target - before)
+    tile = _first_tile(tile_sums.view(-1, _RACING_TILE // _TILE).sum(-1), times)
+    return tile * _RACING_TILE + int((times[:_RACING_TILE] / weights.view(-1, _RACING_TILE)[tile].double()).argmin())
+
+
+def _first_tile(sums: torch.Tensor, times: torch.Tensor) -> int:
+    """Who wins between tiles with these weights, [num_tiles] float64, not all 0. Without weight nobody arrives."""
+    return int((times[_RACING_TILE : _RACING_TILE + len(sums)] / sums).argmin())
+
+
+def _first_of_few(ids: torch.Tensor, weights: torch.Tensor, times: torch.Tensor) -> int:
+    """The token that wins, of some: ids, ascending, with their weights, float64, not all 0."""
+    tiles = ids // _RACING_TILE
+    sums = torch.zeros(len(times) - _RACING_TILE, dtype=torch.float64).index_add_(0, tiles, weights)
+    here = tiles == _first_tile(sums, times)
+    ids = ids[here]
+    return int(ids[(times[ids % _RACING_TILE] / weights[here]).argmin()])
 
 
 def _candidates(tiles: torch.Tensor, tile_maxima: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,11 +279,3 @@ def _top_p_threshold(weights: torch.Tensor, wanted: float) -> float:
     descending = weights.sort(descending=True).values
     reached = int(torch.searchsorted(descending.double().cumsum(0), wanted - above))
     return float(descending[min(reached, len(descending) - 1)])
-
-
-def _pick_at(weights: torch.Tensor, target: float) -> int:
-    """The first index at which the cumulative weights are over `target`. Rounding can put the target at the end of
-    them: then the last index that has a weight at all."""
-    cumulative = weights.double().cumsum(0)
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    return index if index < len(weights) else int(weights.nonzero()[-1])

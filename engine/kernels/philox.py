@@ -25,6 +25,6 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def uniform_double(word0, word1):
-    """The first two words of a draw → float64 in [0, 1), a multiple of 2**-53."""
-    return ((word0 << 21) | (word1 >> 11)).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+def exponential(words):
+    """As the CPU's: float64 of a word, over 0 and at most 22.9."""
+    return -tl.log((words.to(tl.int64).to(tl.float64) + 0.5) * 2.3283064365386963e-10)

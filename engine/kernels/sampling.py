@@ -1,7 +1,7 @@
 """Logits → the next token of each row, as engine/execution/sampler.py defines it: no host sync, no sort.
 
 A program looks at some tiles of a row and leaves their maxima and sums; the last to arrive has them all, and a greedy
-row or one without filters gets its token from them, with one more look at the tile in which the draw falls. What has
+row or one without filters gets its token from them, with one more look at the tile that wins the draw. What has
 filters goes on in sampling_filters.py. Nothing of a row depends on another row, nor on how many there are: tiles are of
 one size, sums are taken in a fixed order.
 """
@@ -16,7 +16,6 @@ from engine.kernels.sampling_rows import (
     TILE,
     SamplingScratch,
     cut_where,
-    draw_of,
     has_filters_of,
     key_of,
     load_logits,
@@ -131,8 +130,11 @@ def _sample_kernel(
                     tl.store(bounds_ptr + 3 * row + 1, lowest.to(tl.float64))
                     tl.store(bounds_ptr + 3 * row + 2, total)
                 else:
-                    draw = draw_of(settings_ptr, tl.load(positions_ptr + row))
-                    token_id = token_at(row_ptr, tiles, masses, draw, top, scale, -float("inf"), 0.0, vocab_size, TILE)
+                    position = tl.load(positions_ptr + row)
+                    kth = -float("inf")
+                    token_id = token_at(
+                        row_ptr, tiles, masses, settings_ptr, position, top, scale, kth, 0.0, vocab_size, TILE
+                    )
         if is_done:
             tl.store(list_sizes_ptr + row, -1)
             tl.store(token_ids_ptr + row, token_id)

@@ -1,9 +1,9 @@
 """top_k, top_p and min_p: the choice among the tokens that they keep, each a threshold whose ties are kept.
 
 First every row lists the tokens that its bound cannot rule out. Then one program for each row halves its way to the
-thresholds and to the token: over the list, or where a flat distribution leaves more than that holds, over the row,
-eight thresholds at a time, until what lies between two fits the list. Sums are of whole numbers, weights times 2**39,
-or of float32 in a fixed order.
+thresholds, and lets what they keep race for the token: over the list, or where a flat distribution leaves more than
+that holds, over the row, eight thresholds at a time, until what lies between two fits the list. Sums are of whole
+numbers, weights times 2**39, or of float32 in a fixed order.
 """
 
 import torch
@@ -16,7 +16,8 @@ from engine.kernels.sampling_rows import (
     WEIGHT_ONE,
     SamplingScratch,
     cut_where,
-    draw_of,
+    first_tile,
+    first_token,
     key_of,
     listed_as,
     listed_id,
@@ -76,8 +77,24 @@ def _list_kernel(
 
 
 @triton.jit
-def _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size):
-    """The token, where the list has all that can be kept."""
+def _among_list(
+    ids,
+    logits,
+    exists,
+    masses_ptr,
+    settings_ptr,
+    position,
+    top,
+    scale,
+    total,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES_PAD: tl.constexpr,
+):
+    """The token, where the list has all that can be kept. masses_ptr: of the row, overwritten."""
+    top_k = top_k_of(settings_ptr)
+    top_p = top_p_of(settings_ptr)
+    min_p = min_p_of(settings_ptr)
     keys = key_of(logits)
     weights = tl.exp2((logits - top) * scale)
     kept = exists & (weights >= min_p)
@@ -95,34 +112,52 @@ def _among_list(ids, logits, exists, top, scale, top_k, top_p, min_p, total, dra
         threshold, _ = cut_where(bits, masses, kept, wanted)
         kept = kept & (bits >= threshold)
         masses = tl.where(kept, masses, 0)
-    mass = tl.sum(masses, axis=0)
-    target = (draw * mass.to(tl.float64)).to(tl.int64)
-    # The first id at which the sum of the ids so far is over the target, as the highest of what is left to the end.
-    rests = vocab_size - ids
-    _, high = cut_where(rests, masses, kept, tl.minimum(target, mass - 1) + 1)
-    return vocab_size - tl.max(tl.where(kept & (rests < high), rests, 1), axis=0)
+    tiles = tl.arange(0, TILES_PAD)
+    is_tile = tiles < num_tiles
+    tl.store(masses_ptr + tiles, tl.zeros([TILES_PAD], tl.int64), mask=is_tile)
+    tl.debug_barrier()
+    # In any order: they are whole numbers.
+    tl.atomic_add(masses_ptr + ids // TILE, masses, mask=kept, sem="relaxed")
+    tl.debug_barrier()
+    # Past the first-level cache, which does not see what atomics wrote.
+    tile_masses = tl.load(masses_ptr + tiles, mask=is_tile, other=0, cache_modifier=".cg").to(tl.float64)
+    tile = first_tile(settings_ptr, position, tiles, tile_masses)
+    return first_token(settings_ptr, position, ids, tl.where(ids // TILE == tile, masses, 0).to(tl.float64))
 
 
 @triton.jit
 def _among_listed(
     list_ptr,
     list_size,
+    masses_ptr,
+    settings_ptr,
+    position,
     top,
     scale,
-    top_k,
-    top_p,
-    min_p,
     total,
-    draw,
-    vocab_size,
+    num_tiles,
     SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES_PAD: tl.constexpr,
 ):
     """As _among_list, of a list that has at most SIZE."""
     places = tl.arange(0, SIZE)
     exists = places < list_size
     listed = tl.load(list_ptr + places, mask=exists, other=0)
-    ids = listed_id(listed)
-    return _among_list(ids, listed_logit(listed), exists, top, scale, top_k, top_p, min_p, total, draw, vocab_size)
+    return _among_list(
+        listed_id(listed),
+        listed_logit(listed),
+        exists,
+        masses_ptr,
+        settings_ptr,
+        position,
+        top,
+        scale,
+        total,
+        num_tiles,
+        TILE,
+        TILES_PAD,
+    )
 
 
 @triton.jit
@@ -262,14 +297,12 @@ def _among_row(
     row_ptr,
     sums_ptr,
     list_ptr,
+    settings_ptr,
+    position,
     top,
     lowest,
     total,
     scale,
-    top_k,
-    top_p,
-    min_p,
-    draw,
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
@@ -278,6 +311,9 @@ def _among_row(
     LIST_SIZE: tl.constexpr,
 ):
     """The token, where the list is too short for what can be kept. Overwrites the row's list and sums."""
+    top_k = top_k_of(settings_ptr)
+    top_p = top_p_of(settings_ptr)
+    min_p = min_p_of(settings_ptr)
     places = tl.arange(0, ROW_TILE)
     kth = tl.zeros([], tl.float32) - float("inf")
     threshold = min_p
@@ -325,7 +361,7 @@ def _among_row(
     tl.debug_barrier()
     tiles = tl.arange(0, TILES_PAD)
     masses = tl.load(sums_ptr + tiles, mask=tiles < num_tiles, other=0.0).to(tl.float64)
-    return token_at(row_ptr, tiles, masses, draw, top, scale, kth, threshold, vocab_size, TILE)
+    return token_at(row_ptr, tiles, masses, settings_ptr, position, top, scale, kth, threshold, vocab_size, TILE)
 
 
 @triton.jit
@@ -340,6 +376,7 @@ def _choose_kernel(
     bounds_ptr,
     list_sizes_ptr,
     lists_ptr,
+    masses_ptr,
     logits_stride,
     vocab_size,
     num_tiles,
@@ -360,56 +397,54 @@ def _choose_kernel(
         return
     settings_ptr = settings_at(settings_ptr, seq_slot)
     scale = scale_of(settings_ptr)
-    top_k = top_k_of(settings_ptr)
-    top_p = top_p_of(settings_ptr)
-    min_p = min_p_of(settings_ptr)
-    draw = draw_of(settings_ptr, tl.load(positions_ptr + row))
+    position = tl.load(positions_ptr + row)
     top = tl.load(bounds_ptr + 3 * row).to(tl.float32)
     lowest = tl.load(bounds_ptr + 3 * row + 1).to(tl.float32)
     total = tl.load(bounds_ptr + 3 * row + 2)
     list_ptr = lists_ptr + row * LIST_SIZE
+    masses_ptr += row * num_tiles
     if IS_LISTED:
         if list_size <= SHORT_LIST_SIZE:
             token_id = _among_listed(
                 list_ptr,
                 list_size,
+                masses_ptr,
+                settings_ptr,
+                position,
                 top,
                 scale,
-                top_k,
-                top_p,
-                min_p,
                 total,
-                draw,
-                vocab_size,
+                num_tiles,
                 SHORT_LIST_SIZE,
+                TILE,
+                TILES_PAD,
             )
         else:
             token_id = _among_listed(
                 list_ptr,
                 list_size,
+                masses_ptr,
+                settings_ptr,
+                position,
                 top,
                 scale,
-                top_k,
-                top_p,
-                min_p,
                 total,
-                draw,
-                vocab_size,
+                num_tiles,
                 LIST_SIZE,
+                TILE,
+                TILES_PAD,
             )
     else:
         token_id = _among_row(
             logits_ptr + row.to(tl.int64) * logits_stride,
             sums_ptr + row * num_tiles,
             list_ptr,
+            settings_ptr,
+            position,
             top,
             lowest,
             total,
             scale,
-            top_k,
-            top_p,
-            min_p,
-            draw,
             vocab_size,
             num_tiles,
             TILE,
@@ -462,6 +497,7 @@ def filter_rows(
             scratch.bounds,
             scratch.list_sizes,
             scratch.lists,
+            scratch.masses,
             logits.stride(0),
             vocab_size,
             scratch.num_tiles,

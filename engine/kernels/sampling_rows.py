@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.philox import philox4x32, uniform_double
+from engine.kernels.philox import exponential, philox4x32
 
 TILE = 1024
-"""Logits of a row that are looked at together. Fixed, since the order of sums follows from it."""
+"""Logits of a row that are looked at together. Fixed: the order of sums follows from it, and what a draw gives."""
+_TILE = tl.constexpr(TILE)
 LIST_SIZE = 2048
 """Places for the tokens of a row from which its filters choose."""
 MAX_VOCAB_SIZE = 2**20
@@ -41,6 +42,8 @@ WEIGHT_ONE = tl.constexpr(2.0**39)
 _COUNT_BITS = tl.constexpr(12)
 _COUNT_MASK = tl.constexpr(2**12 - 1)
 """Under a sum of values: how many they are. With weights of LIST_SIZE tokens above them they take 63 bits."""
+_PURPOSE_TOKEN = tl.constexpr(0)
+_PURPOSE_TILE = tl.constexpr(1)
 NO_KEY = tl.constexpr(-(2**31))
 """Under the key of every number."""
 
@@ -63,6 +66,8 @@ class SamplingScratch:
     """[max_rows] int32: tokens at or over the bound, as far as there is room for; -1 for a row that has its token."""
     lists: torch.Tensor
     """[max_rows, LIST_SIZE] int64, in any order: a token's id above the bits of its logit."""
+    masses: torch.Tensor
+    """[max_rows, num_tiles] int64: of what a list keeps of a tile, the sum of weights, as WEIGHT_ONE says."""
 
     @property
     def num_tiles(self) -> int:
@@ -86,6 +91,7 @@ def make_sampling_scratch(max_rows: int, vocab_size: int, device: torch.device) 
         bounds=zeros(max_rows, 3, dtype=torch.float64),
         list_sizes=zeros(max_rows, dtype=torch.int32),
         lists=zeros(max_rows, LIST_SIZE, dtype=torch.int64),
+        masses=zeros(max_rows, num_tiles, dtype=torch.int64),
     )
 
 
@@ -126,13 +132,32 @@ def has_filters_of(settings_ptr):
 
 
 @triton.jit
-def draw_of(settings_ptr, position):
-    """The uniform number of (seed, choice, position), for the token itself: purpose 0."""
+def _arrivals(settings_ptr, position, purpose, numbers, weights):
+    """When each arrives in a race, float64: numbers, those of tiles or of places in a tile, and weights in float64."""
     seed = tl.load(settings_ptr).to(tl.uint64, bitcast=True)
     choice = tl.load(settings_ptr + _CHOICE).to(tl.uint64, bitcast=True)
-    zero = choice * 0
-    word0, word1, _, _ = philox4x32(position.to(tl.uint64), choice, zero, zero, seed & 0xFFFFFFFF, seed >> 32)
-    return uniform_double(word0, word1)
+    counters = (numbers // 4).to(tl.uint64)
+    purposes = choice * 0 + purpose
+    words = philox4x32(position.to(tl.uint64), choice, purposes, counters, seed & 0xFFFFFFFF, seed >> 32)
+    of_four = numbers % 4
+    low = tl.where(of_four == 0, words[0], words[1])
+    high = tl.where(of_four == 2, words[2], words[3])
+    times = exponential(tl.where(of_four < 2, low, high))
+    return tl.where(weights > 0.0, times / tl.where(weights > 0.0, weights, 1.0), float("inf"))
+
+
+@triton.jit
+def first_tile(settings_ptr, position, tiles, masses):
+    """Which tile wins. tiles: the numbers from 0 on; masses: float64, not all 0, of any unit."""
+    arrivals = _arrivals(settings_ptr, position, _PURPOSE_TILE, tiles, masses)
+    return tl.min(tl.where(arrivals == tl.min(arrivals, axis=0), tiles, 2147483647), axis=0)
+
+
+@triton.jit
+def first_token(settings_ptr, position, ids, weights):
+    """Which token wins. ids: of one tile, with weights, or of any without; weights: float64, not all 0."""
+    arrivals = _arrivals(settings_ptr, position, _PURPOSE_TOKEN, ids % _TILE, weights)
+    return tl.min(tl.where(arrivals == tl.min(arrivals, axis=0), ids, 2147483647), axis=0)
 
 
 @triton.jit
@@ -203,20 +228,16 @@ def cut_where(keys, values, exists, wanted):
 
 
 @triton.jit
-def token_at(row_ptr, tiles, masses, draw, top, scale, kth, threshold, vocab_size, TILE: tl.constexpr):
-    """The first id at which the sum of the weights so far is over `draw` of them all.
+def token_at(
+    row_ptr, tiles, masses, settings_ptr, position, top, scale, kth, threshold, vocab_size, TILE: tl.constexpr
+):
+    """The token that the row's draw gives.
 
     masses: [TILES_PAD] float64, of the weights that are kept, tile by tile: of logits from kth on whose weight is not
-    under the threshold. Rounding can put what is looked for at the end of a sum: then it is the last that has a weight.
+    under the threshold.
     """
-    cumulative = tl.cumsum(masses, axis=0)
-    target = draw * tl.max(cumulative, axis=0)
-    tile = tl.sum((cumulative <= target).to(tl.int32), axis=0)
-    tile = tl.minimum(tile, tl.max(tl.where(masses > 0.0, tiles, 0), axis=0))
-    target -= tl.max(tl.where(tiles < tile, cumulative, 0.0), axis=0)
-    places = tl.arange(0, TILE)
-    logits = load_logits(row_ptr, tile * TILE + places, vocab_size)
+    ids = first_tile(settings_ptr, position, tiles, masses) * TILE + tl.arange(0, TILE)
+    logits = load_logits(row_ptr, ids, vocab_size)
     weights = tl.exp2((logits - top) * scale)
     weights = tl.where((logits >= kth) & (weights >= threshold), weights, 0.0)
-    place = tl.sum((tl.cumsum(weights.to(tl.float64), axis=0) <= target).to(tl.int32), axis=0)
-    return tile * TILE + tl.minimum(place, tl.max(tl.where(weights > 0.0, places, 0), axis=0))
+    return first_token(settings_ptr, position, ids, weights.to(tl.float64))

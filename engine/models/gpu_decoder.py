@@ -8,7 +8,7 @@ up + activation, down + addition. For many the library's products are faster, an
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -100,16 +100,25 @@ class GpuDecoder:
         # What a norm stands behind cannot be added to the residual by the product itself.
         self._max_fused_rows = 0 if config.has_output_norms else min(product.max_fused_rows for product in products)
 
-    @contextmanager
-    def shallow(self) -> Iterator[None]:
+    def shallow(self) -> AbstractContextManager[None]:
         """In its block a step goes through one layer of each kind alone, which is enough to launch every kernel. What
         it computes is worthless."""
-        layers = self._layers
-        self._layers = list({layer.kind: layer for layer in layers}.values()) + layers[-1:]
+        layers = list({layer.kind: layer for layer in self._layers}.values()) + self._layers[-1:]
+        # Each has the cache of one of the model's, of which there may be fewer.
+        return self._only(layers if len(layers) < len(self._layers) else self._layers)
+
+    def first_layers(self, num_layers: int) -> AbstractContextManager[None]:
+        """In its block a step goes through so many layers, 1 to all, each with weights of its own. What it computes is
+        worthless."""
+        return self._only(self._layers[:num_layers])
+
+    @contextmanager
+    def _only(self, layers: list[_Layer]) -> Iterator[None]:
+        all_layers, self._layers = self._layers, layers
         try:
             yield
         finally:
-            self._layers = layers
+            self._layers = all_layers
 
     def body(
         self,

@@ -38,6 +38,8 @@ class GpuModel(Protocol):
 
     def shallow(self) -> AbstractContextManager[None]: ...
 
+    def first_layers(self, num_layers: int) -> AbstractContextManager[None]: ...
+
     def body(
         self,
         batch: DeviceBatch,

@@ -60,6 +60,10 @@ class GpuTransformersModel:
         """As GpuDecoder.shallow, with all layers: a step of these is not captured, so few are run."""
         return nullcontext()
 
+    def first_layers(self, num_layers: int) -> AbstractContextManager[None]:
+        """As GpuDecoder.first_layers, with all layers."""
+        return nullcontext()
+
     def body(
         self,
         batch: DeviceBatch,

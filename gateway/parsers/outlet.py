@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from gateway.deltas import Delta, ToolCallDelta
+from gateway.outlet import Ending, Outlet, StreamFacts, Usage
 from gateway.parsers.answer_parser import AnswerParser, Parsing
 from gateway.parsers.pieces import Pieces
-from gateway.streams import Ending, Outlet, Stream, Usage
 from gateway.tokenizer import json_inside
 from streamkv.errors import StreamKVError
 
@@ -29,7 +29,7 @@ class ParsingOutlet:
         self._parsers = [AnswerParser(parsing) for _ in range(num_choices)]
         self._stream_id = b""
 
-    def begin(self, stream: Stream) -> None:
+    def begin(self, stream: StreamFacts) -> None:
         self._stream_id = stream.stream_id
         self._outlet.begin(stream)
 

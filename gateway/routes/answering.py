@@ -15,6 +15,7 @@ from gateway.bounded_writer import BoundedWriter
 from gateway.cursor import Cursor, parse_event_id
 from gateway.errors import error_body
 from gateway.generation import Prepared, Request
+from gateway.outlet import StreamFacts
 from gateway.schema.completion import CompletionRequest
 from gateway.schema.options import RequestLimits, read_grace
 from gateway.schema.reader import FieldReader
@@ -133,7 +134,7 @@ async def reattach(request: web.Request, stream_id: bytes, known: Cursor) -> web
     app = request.app
     writer = BoundedWriter(app[keys.OUTBOX], app[keys.CONFIG].max_stream_buffer_bytes)
 
-    def make(stream: Stream) -> SseOutlet:
+    def make(stream: StreamFacts) -> SseOutlet:
         assert stream.state is not None
         return SseOutlet(
             writer,
@@ -180,7 +181,7 @@ async def send_events(
         app[keys.KEEP_ALIVES].add(outlet)
         await asyncio.wait([stream.ended])
         writer.flush()
-        if isinstance(stream, Stream) and stream.is_broken_off and request.transport is not None:
+        if stream.is_broken_off and request.transport is not None:
             request.transport.close()  # without the last chunk, or the answer would look whole
         with contextlib.suppress(ConnectionResetError):  # a client may hang up as soon as it has read [DONE]
             await response.write_eof()

@@ -16,10 +16,12 @@ from gateway.connection import CountedConnection
 from gateway.credit import MAX_TOKENS, Credit, CreditedOutlet
 from gateway.cursor import Cursor, at_token, parse_cursor, parse_stream_id
 from gateway.errors import error_fields
+from gateway.failures import UnknownStream
+from gateway.outlet import Ending, Outlet, Usage
 from gateway.schema.body import decode_msgpack_object, decode_object
 from gateway.schema.generate import generate_from_fields
 from gateway.socket_events import JSON_PROTOCOL, MSGPACK_PROTOCOL, EventCodec, JsonCodec, MsgpackCodec, SocketOutlet
-from gateway.streams import Ending, Outlet, Stream, UnknownStream, Usage
+from gateway.streams import Stream
 from streamkv.errors import InvalidField, StreamKVError
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,9 @@ _OUTPUT_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d+)')
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"(\w+)"')
 _ERROR_EVENT = re.compile(rb'^data:\s*(\{\s*"error".*)$', re.MULTILINE)
 _TAIL_BYTES: Final = 8192
+BEFORE_INJECTED_S: Final = 2.0
+"""From the first token of the last stream of `stall` to its first long prompt."""
+BETWEEN_INJECTED_S: Final = 1.0
 """What is kept of a stream's end, where usage, finish reason and errors stand."""
 
 # Frequent English words, each about one token of most vocabularies: prompts for servers that take no token ids.
@@ -227,11 +230,11 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._send(index, on_first)) for index in streams]
             await started.wait()
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(BEFORE_INJECTED_S)
             for index in self._bodies:
                 if self._load.requests[index].injected:
                     tasks.append(group.create_task(self._send(index)))
-                    await asyncio.sleep(1.0)
+                    await asyncio.sleep(BETWEEN_INJECTED_S)
         return [task.result() for task in tasks]
 
 

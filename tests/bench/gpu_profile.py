@@ -126,9 +126,9 @@ def show_curve(runner: GpuRunner, largest: int) -> None:
     for size in sizes:
         graphs = StepGraphs()
         with runner._on_device():
-            runner._books.clear_record()
-            runner._launch_body(size)
-            graphs.capture([(("body", size), partial(runner._launch_body, size))], stream)
+            runner._parts.books.clear_record()
+            runner._parts.launch_body(size)
+            graphs.capture([(("body", size), partial(runner._parts.launch_body, size))], stream)
             times_ms = []
             for _ in range(7):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

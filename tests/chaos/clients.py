@@ -20,6 +20,7 @@ import aiohttp
 
 from tests.chaos.report import Report
 from tests.chaos.servers import Gateway, Servers
+from tests.support.oracle import SampledCase, read_sampled_cases
 from tests.support.served import CASES, SHORT, chat
 
 GRACE_S = 120
@@ -35,6 +36,9 @@ BEAMS = [
     for case in json.loads((Path(__file__).parents[1] / "data" / "smol135m-beams.json").read_text())["cases"]
     if case["eos_token_ids"] == [2]
 ]
+SAMPLED = read_sampled_cases()
+BY_NAME = {case["name"]: case for case in SHORT}
+SAMPLED_SHARE = 0.4
 
 
 class Broken(Exception):
@@ -59,6 +63,8 @@ class Plan:
     """Events; None: it stays to the end."""
     cuts: list[int]
     """Events after which its connection breaks."""
+    sampled: SampledCase | None = None
+    """None: greedy."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Plan":
@@ -70,9 +76,11 @@ class Plan:
         if kind == "beams":
             case = rng.choice(BEAMS)
             return cls(kind, case, case["n"], case["max_tokens"], None, None, [])
+        sampled = rng.choice(SAMPLED) if rng.random() < SAMPLED_SHARE else None
         return cls(
             kind=kind,
-            case=rng.choice(SHORT),
+            sampled=sampled,
+            case=rng.choice(SHORT) if sampled is None else BY_NAME[sampled.name],
             n=2 if is_slow else rng.choices([1, 2], [4, 1])[0],
             max_tokens=48 if is_slow else rng.choice([12, 24, 48]),
             stalls_at=rng.randrange(1, 4) if is_slow else None,
@@ -85,9 +93,20 @@ class Plan:
         told: str = self.case["prompt" if self.kind == "beams" else "name"]
         return told
 
+    @property
+    def seed(self) -> int | None:
+        return None if self.sampled is None else self.sampled.seed
+
     def expected(self, choice: int) -> list[int]:
         tokens: list[int] = self.case["token_ids"][choice] if self.kind == "beams" else self.case["token_ids"]
+        if self.sampled is not None:
+            tokens = self.sampled.token_ids[choice]
         return tokens[: self.max_tokens]
+
+    def text(self, choice: int) -> str:
+        """Of all the tokens that the oracle has."""
+        text: str = self.case["text_all"] if self.sampled is None else self.sampled.texts[choice]
+        return text
 
     def _beams_body(self) -> dict[str, Any]:
         (prompt,) = [case["prompt_token_ids"] for case in CASES if case["name"] == self.case["prompt"]]
@@ -103,6 +122,8 @@ class Plan:
         if self.stalls_at is not None:  # enough of it to fill every buffer on the way
             more |= {"logprobs": True, "top_logprobs": 20, "prompt_logprobs": 20}
         more |= {"ignore_eos": True, "skip_special_tokens": False, "return_token_ids": True}
+        if self.sampled is not None:
+            more |= {"seed": self.sampled.seed, **self.sampled.settings}
         return chat(self.case, max_tokens=self.max_tokens, **more)
 
 
@@ -148,7 +169,7 @@ class Client:
         num_streams = 0
         while not is_over.is_set():
             plan = Plan.draw(self._rng)
-            what = f"{self._name} stream {num_streams} ({plan.kind} of {plan.name}, n {plan.n})"
+            what = f"{self._name} stream {num_streams} ({plan.kind} of {plan.name}, seed {plan.seed}, n {plan.n})"
             num_streams += 1
             try:
                 outcome = await self._stream(plan, what)
@@ -172,13 +193,13 @@ class Client:
             outcome = await self._whole(plan, told)
         if outcome == "finished":
             for choice in range(plan.n):
-                self._report.compare(told.token_ids[choice], plan.expected(choice), what)
+                self._report.compare(told.token_ids[choice], plan.expected(choice), what, plan.sampled is not None)
                 if plan.kind != "beams":
                     self._check_end(plan, told, choice)
         return outcome
 
     def _check_end(self, plan: Plan, told: Told, choice: int) -> None:
-        text: str = plan.case["text_all"]
+        text = plan.text(choice)
         is_whole = plan.max_tokens == len(plan.case["token_ids"])
         if told.texts[choice] != text if is_whole else not text.startswith(told.texts[choice].rstrip("\ufffd")):
             raise Broken(f"the text is {told.texts[choice]!r}")

@@ -21,6 +21,8 @@ class Report:
     """Tokens that clients were told, of streams that have ended or not."""
     num_tokens: int = 0
     """Compared with the oracle, one by one."""
+    num_sampled_tokens: int = 0
+    """Of these, drawn at a temperature."""
     num_lost: int = 0
     num_doubled: int = 0
     num_wrong: int = 0
@@ -33,9 +35,10 @@ class Report:
     def violate(self, text: str) -> None:
         self.violations.append(text)
 
-    def compare(self, token_ids: list[int], expected: list[int], what: str) -> None:
+    def compare(self, token_ids: list[int], expected: list[int], what: str, is_sampled: bool) -> None:
         """A whole choice against the oracle."""
         self.num_tokens += len(expected)
+        self.num_sampled_tokens += len(expected) if is_sampled else 0
         if token_ids == expected:
             return
         if len(token_ids) < len(expected):
@@ -57,6 +60,7 @@ class Report:
             *((f"streams: {kind}", str(count)) for kind, count in sorted(self.ended.items())),
             *((name, f"{value:g}") for name, value in self.engine.items()),
             ("tokens compared with the oracle", str(self.num_tokens)),
+            ("of these sampled", str(self.num_sampled_tokens)),
             ("tokens lost", str(self.num_lost)),
             ("tokens doubled", str(self.num_doubled)),
             ("tokens wrong", str(self.num_wrong)),

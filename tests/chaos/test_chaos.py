@@ -34,6 +34,6 @@ def test_the_report_tells_lost_doubled_and_wrong_tokens(
     token_ids: list[int], lost: int, doubled: int, wrong: int
 ) -> None:
     report = Report(seed=1, num_streams=1, leaked_blocks=0.0)
-    report.compare(token_ids, [1, 2, 3], "a stream")
+    report.compare(token_ids, [1, 2, 3], "a stream", is_sampled=False)
     assert (report.num_lost, report.num_doubled, report.num_wrong) == (lost, doubled, wrong)
     assert report.is_good is (token_ids == [1, 2, 3])

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.support.oracle import SampledCase, read_sampled_cases
 from tests.support.served import SHORT, Served, chat, is_gone, over_sse, over_websocket, start, wait_ready
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -62,11 +63,22 @@ async def test_end_of_sequence_ends_the_answer(served: Served, session: aiohttp.
 
 
 async def test_a_killed_engine_does_not_show_in_the_streams(served: Served, session: aiohttp.ClientSession) -> None:
-    bodies = [chat(case, ignore_eos=True, skip_special_tokens=False) for case in SHORT[:3]]
+    """Greedy ones and sampled ones, with penalties and two choices, too."""
+    shown = {"ignore_eos": True, "skip_special_tokens": False}
+    sampled = read_sampled_cases()[3:5]
+    prompts = {case["name"]: case for case in SHORT}
+
+    async def choices(case: SampledCase) -> list[list[int]]:
+        body = chat(prompts[case.name], n=2, seed=case.seed, return_token_ids=True, **case.settings, **shown)
+        async with session.post(served.url + "/v1/chat/completions", json=body) as response:
+            return [choice["token_ids"] for choice in (await response.json())["choices"]]
+
+    bodies = [chat(case, **shown) for case in SHORT[:3]]
     requests = [
         asyncio.create_task(over_sse(session, served.url, bodies[0])),
         asyncio.create_task(over_websocket(session, served.url, bodies[1])),
         asyncio.create_task(over_sse(session, served.url, bodies[2])),
+        *(asyncio.create_task(choices(case)) for case in sampled),
     ]
     engine_pid = served.engine_pid
     until_s = time.monotonic() + 20
@@ -75,7 +87,7 @@ async def test_a_killed_engine_does_not_show_in_the_streams(served: Served, sess
         async with session.get(served.url + "/metrics") as response:
             text = await response.text()
         lines = [line for line in text.splitlines() if line.startswith("streamkv_gateway_live_streams ")]
-        return float(lines[0].split()[1]) == 3
+        return float(lines[0].split()[1]) == len(requests)
 
     while not await has_tokens():
         assert time.monotonic() < until_s
@@ -83,7 +95,10 @@ async def test_a_killed_engine_does_not_show_in_the_streams(served: Served, sess
     assert not any(request.done() for request in requests), "nothing was left to interrupt"
     os.kill(engine_pid, signal.SIGKILL)
     answers = await asyncio.wait_for(asyncio.gather(*requests), 90)
-    assert answers == [(case["text_all"], ["length"]) for case in SHORT[:3]]
+    assert answers == [
+        *((case["text_all"], ["length"]) for case in SHORT[:3]),
+        *(case.token_ids for case in sampled),
+    ]
     assert served.engine_pid != engine_pid
 
 

@@ -22,6 +22,7 @@ from engine.sequence import Request, SequenceOutput
 from streamkv.config import EngineConfig
 from streamkv.sampling import SamplingParams
 from tests.support.oracle import CASES
+from tests.support.quick_start import load_quickly
 from tests.support.reference_model import reference_folder
 from tests.support.tiny_models import make_tiny_model
 
@@ -122,7 +123,7 @@ def reference() -> Iterator[CpuRunner]:
         max_num_batched_tokens=256,
     )
     runner = CpuRunner(config)
-    runner.load(lambda stage, percent: None)
+    load_quickly(runner)
     yield runner
     runner.close()
 
@@ -155,7 +156,7 @@ def test_a_random_model_gives_the_choices_of_transformers(
     assert (num_preemptions > 0) == is_short
 
 
-@pytest.mark.parametrize("num_blocks", [400, 100])
+@pytest.mark.parametrize("num_blocks", [pytest.param(400, marks=pytest.mark.long), 100])
 def test_the_reference_model_gives_the_choices_of_transformers(reference: CpuRunner, num_blocks: int) -> None:
     prompts = {case.name: case.prompt for case in CASES}
     searches = [

@@ -13,7 +13,7 @@ from engine.execution.gpu_runner import GpuRunner
 from streamkv.config import EngineConfig
 from streamkv.sampling import SamplingParams
 from tests.support.driven_engine import OverlappedEngine, generated
-from tests.support.oracle import BFLOAT16_NEAR_TIE, CASES, FLOAT32_NEAR_TIE, SHORT, Case, check
+from tests.support.oracle import BFLOAT16_NEAR_TIE, CASES, FLOAT32_NEAR_TIE, SHORT, Case, check, read_sampled_cases
 from tests.support.reference_model import reference_folder
 
 pytestmark = [
@@ -71,6 +71,17 @@ def test_float32_has_every_token(make_runner: MakeRunner, block_size: int, enfor
         check(case, generate(runner, block_size, [case])[0], FLOAT32_NEAR_TIE)
     for i, tokens in enumerate(generate(runner, block_size, SHORT[:3], chunk=16, n=2, pool_share=0.6)):
         check(SHORT[i // 2], tokens, FLOAT32_NEAR_TIE)
+
+
+@pytest.mark.parametrize(("chunk", "num_blocks"), [(0, 900), (16, 90), (7, 900)])
+def test_float32_has_every_sampled_token(make_runner: MakeRunner, chunk: int, num_blocks: int) -> None:
+    engine = OverlappedEngine(make_runner(dtype="float32", block_size=8), 8, num_blocks, max_prefill_tokens=chunk)
+    cases = read_sampled_cases()
+    requests = [engine.add(case.prompt, 0, sampling=case.sampling()) for case in cases]
+    engine.pump()
+    assert (engine.scheduler.counts.num_preemptions > 0) == (num_blocks == 90)
+    for request, case in zip(requests, cases, strict=True):
+        assert [list(generated(choice)) for choice in request.sequences] == case.token_ids
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from engine.execution import runner as runner_module
 from engine.execution.runner import CpuRunner
 from engine.kv.block_manager import BlockManager
 from engine.models.config import ModelConfig
@@ -18,9 +17,13 @@ from streamkv.config import Dtype, EngineConfig
 from streamkv.model_files import ModelFiles, ReportProgress
 from streamkv.sampling import SamplingParams
 from tests.support.oracle import BFLOAT16_NEAR_TIE, CASES, FLOAT32_NEAR_TIE, SHORT, Case, check
+from tests.support.quick_start import load_quickly
 from tests.support.reference_model import reference_folder
 
 RunnerFactory = Callable[[Dtype, int], CpuRunner]
+
+SOME = [case.first(24) for case in SHORT if len(case.prompt) < 100]
+"""What `make test` has time for: a step reads all weights, however few tokens it computes."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,7 @@ def make_runner() -> Iterator[RunnerFactory]:
                     loaded[dtype] = load_model(files, torch_dtype, report)
                 return loaded[dtype]
 
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(runner_module, "load_model", load_once)
-                runner.load(lambda stage, percent: None)
+            load_quickly(runner, load_model=load_once)
         return runners[dtype, block_size]
 
     yield make
@@ -113,11 +114,11 @@ def test_the_oracle_has_no_near_tie_in_float32() -> None:
 
 @pytest.mark.parametrize(("block_size", "max_prefill_tokens"), [(8, 7), (32, 16)])
 def test_short_prompts_at_once_in_chunks(make_runner: RunnerFactory, block_size: int, max_prefill_tokens: int) -> None:
-    check_float32(make_runner, block_size, SHORT, max_prefill_tokens)
+    check_float32(make_runner, block_size, SOME, max_prefill_tokens)
 
 
 def test_a_short_prompt_alone_and_in_one_piece(make_runner: RunnerFactory) -> None:
-    check_float32(make_runner, 16, SHORT[:1], 0)
+    check_float32(make_runner, 16, SOME[:1], 0)
 
 
 def test_choices_that_share_a_prompt_and_preempted_sequences(make_runner: RunnerFactory) -> None:
@@ -156,7 +157,7 @@ def test_cached_prefixes_of_every_length(make_runner: RunnerFactory) -> None:
 
 
 def test_bfloat16_differs_at_near_ties_only(make_runner: RunnerFactory) -> None:
-    cases = SHORT[:4]
+    cases = SOME[:4]
     for case, tokens in zip(cases, generate(make_runner("bfloat16", 16), 16, cases, 0), strict=True):
         check(case, tokens, BFLOAT16_NEAR_TIE)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.execution import runner as runner_module
 from engine.execution.runner import CpuRunner
 from engine.executor import DeviceLimits
 from engine.kv.tiers import TierSizes
@@ -21,6 +20,7 @@ from streamkv.model_files import ModelFiles, ReportProgress
 from streamkv.protocol import pack_ids
 from tests.support.driven_engine import DrivenEngine, generated
 from tests.support.oracle import SHORT, Case, check
+from tests.support.quick_start import load_quickly
 from tests.support.reference_model import reference_folder
 
 FIRST_BORDER = 48
@@ -55,10 +55,7 @@ def load_runner() -> Iterator[LoadRunner]:
             )
         )
         runners.append(runner)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runner_module, "load_model", load_once)
-            _, limits = runner.load(lambda stage, percent: None)
-        return runner, limits
+        return runner, load_quickly(runner, load_model=load_once)[1]
 
     yield load
     for runner in runners:
@@ -110,7 +107,7 @@ def check_preempted(runner: CpuRunner, block_size: int, length: int, mode: Preem
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("length", [47, 48, 49, 95, 96, 97])
+@pytest.mark.parametrize("length", [47, 48, 49, 96, *(pytest.param(n, marks=pytest.mark.long) for n in (95, 97))])
 def test_preempted_at_the_borders_of_blocks(border_runner: CpuRunner, length: int, mode: PreemptionKind) -> None:
     """At B - 1, B, B + 1, 2B - 1, 2B and 2B + 1 tokens."""
     check_preempted(border_runner, FIRST_BORDER, length, mode)
@@ -157,14 +154,14 @@ def test_blocks_that_were_evicted_to_host_memory_and_came_back(border_runner: Cp
 def test_blocks_that_went_to_disk_and_came_back_in_this_life_and_the_next_with_a_damaged_file_among_them(
     load_runner: LoadRunner, tmp_path: Path
 ) -> None:
-    block_size, case = 16, BY_NAME["emoji-mixed"].first(5)
+    block_size, case = 16, BY_NAME["digits-indent"].first(5)
     num_prompt = len(case.prompt)
     stored: list[list[StoredBlock]] = []
 
     def start() -> DrivenEngine:
         runner, limits = load_runner(block_size, tmp_path)
         stored.append(limits.stored)
-        return DrivenEngine(runner, block_size, 10, TierSizes(10, limits.num_disk_blocks, limits.stored), "swap")
+        return DrivenEngine(runner, block_size, 8, TierSizes(5, limits.num_disk_blocks, limits.stored), "swap")
 
     def check_from_disk(engine: DrivenEngine, num_tokens: int, n: int = 1) -> None:
         before = engine.blocks.tier_counts.num_disk_hit_tokens
@@ -178,7 +175,7 @@ def test_blocks_that_went_to_disk_and_came_back_in_this_life_and_the_next_with_a
 
     engine = start()
     check_from_disk(engine, 0)
-    push_out(engine, 22)
+    push_out(engine, 14)
     check_from_disk(engine, num_prompt - 1)
     end(engine)
 

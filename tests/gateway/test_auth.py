@@ -23,7 +23,8 @@ from gateway import auth
 from gateway import keys as app_keys
 from gateway.auth import ApiKeys, Caller, OriginRefused, Unauthorized, check_origin, load_api_keys
 from gateway.cursor import FROM_START
-from gateway.streams import NoOutlet, UnknownStream
+from gateway.failures import UnknownStream
+from gateway.outlet import NoOutlet
 from streamkv.client import Client, ServerError
 from streamkv.errors import ConfigError
 from tests.support.running_gateway import MODEL, VOCAB_SIZE, RunningGateway, running_gateway, small_tokenizer

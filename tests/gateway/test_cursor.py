@@ -205,6 +205,16 @@ def test_what_is_no_cursor_is_refused(text: str) -> None:
         parse_cursor(text, "cursor")
 
 
+@pytest.mark.parametrize("cursor", ["12", "12,7e", "-", "3~2.1", "", "9" * 100])
+def test_an_events_id_in_a_cursors_place_is_told_where_it_goes(cursor: str) -> None:
+    text = f"00112233445566778899aabbccddeeff.{cursor}"
+    with pytest.raises(InvalidField) as refused:
+        parse_cursor(text, "cursor")
+    told = str(refused.value)
+    assert told.startswith("cursor: ") and "is an event's id" in told and "Last-Event-ID" in told
+    assert f"behind its first dot, here {cursor[:60]!r}" in told
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_a_cursor_or_refused(text: str) -> None:
     try:

@@ -671,10 +671,11 @@ async def test_a_gateway_that_was_forgotten_attaches_to_what_was_kept_for_it(bar
 async def reconnect(bare: BareEngine, client: EngineClient) -> None:
     """The connection breaks, and the same engine is there again."""
     endpoint = bare.socket.endpoint
+    num_hellos = sum(isinstance(message, Hello) for message in bare.got)
     bare.socket.close()
     await eventually(lambda: client.state is EngineState.LOST)
     bare.socket = EngineSocket(endpoint)
-    await bare.wait_for(Hello, 2)
+    await bare.wait_for(Hello, num_hellos + 1)
     bare.send(READY)
     await eventually(lambda: client.is_ready)
 
@@ -711,6 +712,54 @@ async def test_a_request_that_ended_while_the_connection_was_broken_is_aborted_a
         await bare.wait_for(Hello, 2)
         bare.send(READY)
         assert (await bare.wait_for(Abort)) == Abort(request_id, "disconnected")
+
+
+async def test_an_abort_that_was_lost_with_its_connection_is_sent_until_the_engine_has_answered(
+    bare: BareEngine,
+) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sinks = [RecordingSink(stream_id=bytes([number]) * 16) for number in range(2)]
+        for sink in sinks:
+            client.submit(sink)
+        answered, lost = [(await bare.wait_for(Submit, count)).request_id for count in (1, 2)]
+        client.abort(sinks[0], "timeout")
+        await bare.wait_for(Abort)
+        bare.send(StepOutput(1, b"", b"", finished=[Finished(answered, 0, "abort", "timeout")]))
+        bare.send(StepOutput(2, pack_ids([lost]), pack_ids([5])))
+        await eventually(lambda: client.num_tokens == 1)
+        client.abort(sinks[1], "stop_string")  # which nobody reads from this socket any more
+        bare.got = [message for message in bare.got if isinstance(message, Hello)]
+        await reconnect(bare, client)
+        assert await bare.wait_for(Abort) == Abort(lost, "stop_string")
+        bare.send(StepOutput(3, b"", b"", finished=[Finished(lost, 1, "length")]))  # it was on its way before
+        await reconnect(bare, client)
+        assert await bare.wait_for(Abort, 2) == Abort(lost, "stop_string")
+        bare.send(StepOutput(4, pack_ids([lost]), pack_ids([6]), finished=[Finished(lost, 0, "abort", "stop_string")]))
+        await eventually(lambda: client.num_tokens == 2)
+        await reconnect(bare, client)
+        client.forget(b"f" * 16, "")
+        await bare.wait_for(Forget)
+        assert [message for message in bare.got if isinstance(message, Abort)] == [Abort(lost, "stop_string")] * 2
+
+
+async def test_a_new_engine_is_not_told_of_what_was_aborted_before(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        await bare.wait_for(Submit)
+        client.abort(sink, "cancelled")
+        await bare.wait_for(Abort)
+        bare.send(msgspec.structs.replace(READY, epoch=78))
+        await eventually(lambda: client.num_restarts == 1)
+        client.forget(b"f" * 16, "")
+        await bare.wait_for(Forget)
+        assert sum(isinstance(message, Abort) for message in bare.got) == 1
 
 
 async def test_a_stream_that_the_engine_still_has_is_attached_when_its_submission_is_refused(bare: BareEngine) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -121,7 +122,8 @@ def test_an_engine_that_cannot_be_reached_is_not_watched(bound: str, reached_at:
 async def test_a_step_that_never_ends_counts_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.engine_watch.SHORTEST_HANG_S", 0.5)
     monkeypatch.setattr("gateway.engine_watch.UNPREDICTED_HANG_S", 0.5)
-    executor = ScriptedExecutor(step_s=0.002, block_at_step={20: 4.0})
+    found = threading.Event()
+    executor = ScriptedExecutor(step_s=0.002, block_at_step={20: 60.0}, sleep=found.wait)
     with serving(executor) as engine, WireGateway(engine.endpoint) as gateway:
         watch = EngineWatch(engine.endpoint, None, heartbeat_s=0.1, silence_s=30.0)
         watching = asyncio.create_task(until(watch, lambda: None))
@@ -129,6 +131,7 @@ async def test_a_step_that_never_ends_counts_as_a_hang(monkeypatch: pytest.Monke
         gateway.send(submission(1, [5, 6], 100))
         reason = await watching
         assert "no step has finished" in reason
+        found.set()
         received = await asyncio.to_thread(gateway.wait_end, 1)
         assert received.tokens[0] == executor.expected_tokens([5, 6], 100), "the watch only watches"
 

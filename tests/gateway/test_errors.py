@@ -9,8 +9,8 @@ from gateway.admission import UnknownModel
 from gateway.auth import OriginRefused, Unauthorized
 from gateway.engine_client import EngineUnavailable
 from gateway.errors import describe, describe_status, error_body, error_fields
+from gateway.failures import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from gateway.limits import Allowance, RateLimited, Standing, Verdict
-from gateway.streams import EngineFault, Overloaded, RequestTimeout, UnknownStream
 from streamkv.errors import InvalidField, ModelError
 
 

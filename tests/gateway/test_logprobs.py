@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.deltas import TokenLogprob
 from gateway.logprobs import LogprobForms, LogprobStore
-from gateway.streams import Ending, Stream, StreamState, Usage
+from gateway.outlet import Ending, Usage
+from gateway.stream_state import StreamState
+from gateway.streams import Stream
 from streamkv.protocol import Attached, Finished, TokenLogprobs, pack_floats, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import VOCAB_SIZE, small_tokenizer
@@ -310,6 +312,17 @@ async def test_an_echo_comes_first_and_moves_the_offsets(echo_text: str | None) 
     own = entries(IDS, 2, [len(echo) + offset for offset in offsets_of(IDS)])
     assert told.of() == (echo + TEXT, IDS, prompt_entries(2, offsets) + own)
     assert told.deltas[0][1].token_ids == () and told.deltas[0][1].prompt_logprobs is None
+
+
+async def test_offsets_begin_with_the_text_where_the_prompt_is_no_part_of_it() -> None:
+    told = Told()
+    stream = begun(told, echo_text=WORDS)
+    feed(stream, IDS)
+    assert told.of() == (TEXT, IDS, entries(IDS, 2, offsets_of(IDS)))
+    again = Told()
+    taken_up = new_stream(again)
+    taken_up.attached(stream.remains())
+    assert again.of() == told.of()
 
 
 async def test_an_echo_without_log_probabilities_stays_on_the_fast_path() -> None:

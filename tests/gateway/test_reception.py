@@ -14,7 +14,7 @@ from gateway import keys as app_keys
 from gateway.auth import ApiKeys, Caller
 from gateway.cursor import FROM_START
 from gateway.limits import Allowance, OwnBooks, Verdict
-from gateway.streams import NoOutlet
+from gateway.outlet import NoOutlet
 from tests.support.api_keys import ALICE, BOB, bearer, keys_with
 from tests.support.running_gateway import (
     MODEL,

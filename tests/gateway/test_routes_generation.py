@@ -454,6 +454,7 @@ async def test_a_request_that_ends_its_engine_every_time_is_failed() -> None:
             request = asyncio.create_task(gateway.events(TEXT, body(max_tokens=300)))
             client = gateway.app[keys.ENGINE]
             await eventually(lambda: client.num_engine_losses == 1)
+            await asyncio.to_thread(first.join)  # its last word comes before it has left the socket to the next
             with serving(executor(fail_at_step=0), endpoint=first.endpoint):
                 await eventually(lambda: client.num_engine_losses == 2)
             with serving(executor(fail_at_step=0), endpoint=first.endpoint):
@@ -472,6 +473,7 @@ async def test_a_request_that_gets_tokens_outlives_any_number_of_engines() -> No
             request = asyncio.create_task(gateway.events(TEXT, body(max_tokens=40, ignore_eos=True)))
             client = gateway.app[keys.ENGINE]
             await eventually(lambda: client.num_engine_losses == 1)
+            await asyncio.to_thread(first.join)  # its last word comes before it has left the socket to the next
             for num_losses in range(2, 6):
                 with serving(executor(fail_at_step=6), endpoint=first.endpoint):
                     await eventually(lambda: client.num_engine_losses == num_losses)  # noqa: B023

@@ -12,9 +12,9 @@ from engine.simulation.simulated_model import end_after
 from gateway.admission import UnknownModel
 from gateway.auth import Unauthorized
 from gateway.errors import anthropic_error_body, describe, in_shape_of
+from gateway.failures import EngineFault, Overloaded
 from gateway.limits import Allowance
 from gateway.message_answer import AnswerBrokenOff
-from gateway.streams import EngineFault, Overloaded
 from streamkv.errors import InvalidField
 from tests.support.api_keys import ALICE, keys_with
 from tests.support.running_gateway import MODEL, VOCAB_SIZE, Events, RunningGateway, running_gateway, small_tokenizer

@@ -19,8 +19,8 @@ from gateway import keys
 from gateway.app import Server, make_app
 from gateway.auth import Caller
 from gateway.metrics import HELP, GatewayMetrics, render
+from gateway.outlet import NoOutlet, StreamFacts
 from gateway.schema.completion import parse_completion
-from gateway.streams import NoOutlet, Stream
 from streamkv.config import GatewayConfig
 from streamkv.errors import ModelError
 from streamkv.protocol import Histogram, Stats
@@ -406,7 +406,7 @@ async def test_a_fault_after_the_headers_breaks_the_connection_off() -> None:
 
 async def test_a_request_that_could_not_be_begun_is_not_live(gateway: RunningGateway) -> None:
     class Broken(NoOutlet):
-        def begin(self, stream: Stream) -> None:
+        def begin(self, stream: StreamFacts) -> None:
             raise RuntimeError("a fault of ours")
 
     service = gateway.app[keys.GENERATION]

@@ -5,8 +5,9 @@ import itertools
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -26,7 +27,7 @@ from tests.support.running_gateway import (
     running_gateway,
     small_tokenizer,
 )
-from tests.support.scripted_engine import serving
+from tests.support.scripted_engine import RunningEngine, serving
 from tests.support.scripted_executor import ScriptedExecutor
 from tests.support.speaking_executor import SpeakingExecutor
 from tests.support.tool_models import tool_model
@@ -44,6 +45,17 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 
 def executor(**options: Any) -> ScriptedExecutor:
     return ScriptedExecutor(vocab_size=VOCAB_SIZE, **options)
+
+
+@contextmanager
+def held(endpoint: str) -> Iterator[tuple[RunningEngine, Callable[[], None]]]:
+    """An engine whose first step does not end before it is released, and what releases it."""
+    released = threading.Event()
+    with serving(executor(block_at_step={0: 60.0}, sleep=released.wait), endpoint=endpoint) as engine:
+        try:
+            yield engine, released.set
+        finally:
+            released.set()
 
 
 def text_of(num_tokens: int) -> str:
@@ -463,6 +475,7 @@ async def test_wrong_cursors_are_400s_that_say_what_is_wrong(slow: RunningGatewa
             (f"{url}?cursor=0e", {}, "cursor", "which has not ended"),
             (f"{url}?cursor=", {}, "cursor", "is no cursor"),
             (f"{url}?cursor=abc", {}, "cursor", "is no cursor"),
+            (f"{url}?cursor={name}.1", {}, "cursor", "goes into the header Last-Event-ID"),
             (url, {"Last-Event-ID": f"{name}.5000"}, "Last-Event-ID", "token 5000"),
             (url, {"Last-Event-ID": f"{'0' * 32}.1"}, "Last-Event-ID", "another stream"),
             (url, {"Last-Event-ID": "17"}, "Last-Event-ID", "32 hex digits"),
@@ -859,12 +872,15 @@ async def test_a_stream_with_the_prompts_log_probabilities_is_taken_up_right_aft
                 event_id, first = received(raw)
                 response.close()
             engine.stop()
-            with serving(executor(block_at_step={0: 1.5}), endpoint=engine.endpoint) as second:
+            with held(endpoint=engine.endpoint) as (second, release):
                 await gateway.wait_ready()
                 await other.wait_ready()
                 await eventually(lambda: second.loop._publisher.num_live == 1)
                 name = event_id.partition(".")[0]
-                again = received(await rest(gateway, event_id))[1]
+                resting = asyncio.create_task(rest(gateway, event_id))
+                await eventually(lambda: gateway.app[keys.METRICS].num_attached == 1)
+                release()
+                again = received(await resting)[1]
                 assert joined(first + again)["choices"] == whole["choices"]
                 assert (await answer_of_status(other, name)) == 200
 
@@ -885,12 +901,13 @@ async def test_a_gateway_that_cannot_tell_of_the_prompt_yet_holds_the_stream_all
             event_id, first = received(raw)
             first_engine.stop()
             url = f"/v1/streams/{event_id.partition('.')[0]}"
-            with serving(executor(block_at_step={0: 1.5}), endpoint=first_engine.endpoint) as second:
+            with held(endpoint=first_engine.endpoint) as (second, release):
                 await gateway.wait_ready()
                 await other.wait_ready()
                 await eventually(lambda: second.loop._publisher.num_live == 1)
                 status, error = await answer_of(other, url)
                 assert (status, error["code"]) == (503, "not_ready")
+                release()
                 second.stop()
             with serving(executor(), endpoint=first_engine.endpoint):
                 await other.wait_ready()
@@ -911,13 +928,14 @@ async def test_another_gateway_that_cannot_tell_of_the_prompt_yet_says_so() -> N
             raw = b"".join([await response.content.readuntil(b"\n\n") for _ in range(4)])
             event_id, first = received(raw)
             engine.stop()
-            with serving(executor(block_at_step={0: 1.5}), endpoint=engine.endpoint) as second:
+            with held(endpoint=engine.endpoint) as (second, release):
                 await gateway.wait_ready()
                 await other.wait_ready()
                 await eventually(lambda: second.loop._publisher.num_live == 1)
                 url = f"/v1/streams/{event_id.partition('.')[0]}"
                 status, error = await answer_of(other, url)
                 assert (status, error["code"]) == (503, "not_ready") and "try again" in error["message"]
+                release()
                 await eventually_async(lambda: _can_tell(other, event_id))
                 again = received(await rest(other, event_id))[1]
     told = joined(first + again)["choices"][0]

@@ -1,7 +1,13 @@
 """Several prompts' streams are one to their client: ended once, paused together, failed together."""
 
+import pytest
+
+from gateway.failures import EngineFault
+from gateway.outlet import Ending, Usage
 from gateway.stream_group import StreamGroup
-from gateway.streams import Ending, EngineFault, Stream, StreamState, Usage
+from gateway.stream_state import StreamState
+from gateway.streams import Stream
+from streamkv.errors import StreamKVError
 from streamkv.protocol import Finished
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import small_tokenizer
@@ -57,6 +63,20 @@ async def test_a_slow_reader_pauses_all_also_those_that_come_later() -> None:
     assert first.is_paused and second.is_paused
     group.resume("slow reader")
     assert not first.is_paused and not second.is_paused
+
+
+async def test_an_outlet_that_cannot_tell_the_end_breaks_the_answer_off() -> None:
+    class Faulty(Told):
+        def close(self, usage: Usage, failure: StreamKVError | None) -> None:
+            raise RuntimeError("a fault of ours")
+
+    group = StreamGroup(Faulty(), 2, 2)
+    first, second = begun(group, 0), begun(group, 1)
+    finish(first)
+    assert not group.is_broken_off
+    with pytest.raises(RuntimeError):
+        finish(second)
+    assert group.is_broken_off and group.started.done() and group.ended.done()
 
 
 async def test_one_that_fails_fails_all_also_those_that_come_later() -> None:

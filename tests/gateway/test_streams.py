@@ -9,10 +9,13 @@ import pytest
 from gateway.bounded_writer import BoundedWriter, Outbox
 from gateway.cursor import at_token, parse_cursor
 from gateway.deltas import Delta
-from gateway.streams import Ending, Stream, StreamState, Usage
+from gateway.failures import EngineFault
+from gateway.outlet import Ending, StreamFacts, Usage
+from gateway.stream_state import StreamState
+from gateway.streams import Stream
 from gateway.suspicion import MAX_ENGINE_DEATHS
 from streamkv.errors import StreamKVError
-from streamkv.protocol import Attached, Finished, Rejected, pack_ids
+from streamkv.protocol import Attached, Finished, Rejected, StepOutput, pack_ids
 from streamkv.sampling import SamplingParams
 from tests.support.running_gateway import eventually, small_tokenizer
 from tests.support.told_stream import new_stream
@@ -51,7 +54,7 @@ class Told:
         self.failure: StreamKVError | None = None
         self.num_closed = 0
 
-    def begin(self, stream: Stream) -> None: ...
+    def begin(self, stream: StreamFacts) -> None: ...
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:
         self.delta(choice, Delta(text, [token_id]))
@@ -334,6 +337,70 @@ async def test_it_ends_once_whatever_comes_after() -> None:
     stream.break_off()
     assert told.num_closed == 1 and told.ends == [Ending("abort", "cancelled")]
     assert stream.started.done() and stream.ended.done()
+
+
+async def test_a_choice_that_breaks_as_it_ends_is_told_one_end_and_that_by_error() -> None:
+    told = Told()
+    stream = begun(told, sampling=SamplingParams(seed=1, max_tokens=50, logprobs=0, n=2))
+    stream.push(0, IDS[:1])  # its log probability has not come
+    with pytest.raises(ValueError, match="0 log probabilities came for 1 tokens"):
+        stream.finish(Finished(1, 0, "length"))
+    stream.break_off()
+    assert [end.finish_reason for end in told.ends] == ["error", "error"] == [e.finish_reason for e in stream.endings]
+    assert told.num_closed == 1 and isinstance(told.failure, EngineFault)
+
+
+class Faulty(Told):
+    """Fails at some of its calls."""
+
+    def __init__(self, *at: str) -> None:
+        super().__init__()
+        self.at = at
+
+    def end(self, choice: int, ending: Ending) -> None:
+        if "end" in self.at:
+            raise RuntimeError("a fault of ours")
+        super().end(choice, ending)
+
+    def close(self, usage: Usage, failure: StreamKVError | None) -> None:
+        if "close" in self.at:
+            raise RuntimeError("a fault of ours")
+        super().close(usage, failure)
+
+
+@pytest.mark.parametrize("at", [("end",), ("close",), ("end", "close")])
+async def test_an_outlet_that_fails_at_the_end_keeps_no_stream_alive(
+    at: tuple[str, ...],
+) -> None:
+    for how in ("break_off", "cancel", "finish"):
+        told = Faulty(*at)
+        stream = begun(told)
+        stream.push_token(IDS[0])
+        if how == "break_off":
+            stream.break_off()
+        elif how == "cancel":
+            with pytest.raises(RuntimeError):
+                stream.cancel("cancelled")
+        else:
+            with pytest.raises(RuntimeError):
+                stream.finish(Finished(1, 0, "length"))
+                stream.flush()
+            stream.break_off()
+        assert stream.is_done and stream.started.done() and stream.ended.done()
+        is_told = told.num_closed == 1 and told.failure is not None
+        assert is_told or stream.is_broken_off, "its answer would look whole"
+
+
+async def test_a_fault_in_an_outlet_costs_other_streams_of_its_step_no_token() -> None:
+    faulty, told = begun(Faulty("end", "close")), Told()
+    client = faulty._engine
+    other = begun(told, stop=())
+    for request_id, stream in ((1, faulty), (2, other)):
+        client._sinks[request_id] = stream
+        client._id_by_sink[stream] = request_id
+    ends = [Finished(1, 0, "length")]
+    client._on_step(StepOutput(1, pack_ids([1, 2]), pack_ids(IDS[:2]), finished=ends))
+    assert told.token_ids == [IDS[1]] and faulty.is_done and not other.is_done
 
 
 async def test_it_stays_paused_until_every_reason_is_gone() -> None:

@@ -15,7 +15,8 @@ import pytest
 from engine.quarantine import Quarantine
 from engine.sequence import Request, Sequence, SequenceState
 from gateway.engine_client import EngineClient
-from gateway.streams import Stream, StreamState, new_stream_id
+from gateway.stream_state import StreamState
+from gateway.streams import Stream, new_stream_id
 from gateway.suspicion import MAX_ENGINE_DEATHS, MAX_FURTHER_DEATHS, MAX_OTHER_DEATHS, Suspicion
 from streamkv.protocol import Finished
 from streamkv.sampling import SamplingParams

@@ -209,7 +209,7 @@ class Heard:
     async def wait_frames(self, count: int, timeout_s: float = 8.0) -> None:
         async with asyncio.timeout(timeout_s):
             while len(self.frames) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.001)
 
 
 @asynccontextmanager

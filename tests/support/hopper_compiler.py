@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.execution import gpu_runner
 from engine.execution.gpu_runner import GpuRunner
+from engine.execution.gpu_start import GpuStart, first_of_each_kind
 from engine.execution.warm_up import WarmUp
 from streamkv.config import EngineConfig
 
@@ -63,11 +64,11 @@ def compile_all(config: EngineConfig) -> int:
     gpu_runner.resolve_cache_dtype = _cache_dtype_on_a_gpu
     runner = GpuRunner(config, torch.device("cpu"))
     runner.load(lambda stage, percent: None)
-    parts = list(runner._parts(config.max_num_batched_tokens))
+    parts = runner._parts
+    start = GpuStart(config, parts, None, config.max_model_len, runner._compute)
     with runner._on_device():
-        runner._compile(parts, lambda percent: None)
-        largest = gpu_runner._first_of_each_kind(parts)
-        runner._compute_largest(largest, config.max_num_batched_tokens, config.max_model_len)
+        start.compile(list(parts.all()), lambda percent: None)
+        start.compute_largest(first_of_each_kind(parts.all()))
     runner.close()
     return num_launches
 

@@ -5,7 +5,8 @@ import json
 from gateway.cursor import FROM_START, Cursor
 from gateway.deltas import Delta, TokenLogprob
 from gateway.engine_client import EngineClient
-from gateway.streams import Ending, Outlet, Stream, Usage
+from gateway.outlet import Ending, Outlet, StreamFacts, Usage
+from gateway.streams import Stream
 from streamkv.errors import StreamKVError
 from streamkv.protocol import Attached
 from tests.support.running_gateway import small_tokenizer
@@ -23,7 +24,7 @@ class Told:
         self.failure: StreamKVError | None = None
         self.num_closed = 0
 
-    def begin(self, stream: Stream) -> None: ...
+    def begin(self, stream: StreamFacts) -> None: ...
 
     def piece(self, choice: int, text: bytes, token_id: int) -> None:
         self.pieces.append(text)

@@ -55,6 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         case("odd-groups", llama(num_attention_heads=7, num_key_value_heads=1, hidden_size=112, head_dim=16)),
         case("large-blocks", llama(), block_size=256, max_model_len=256),
         case("blocks-of-one", llama(), block_size=1),
+        case("one-layer", llama(num_hidden_layers=1, vocab_size=4000), is_long=False),
         case("many-sequences", llama(), max_num_seqs=100),
         case("windows-and-soft-caps", CONFIGS["gemma2"]),
         case("partly-rotated", CONFIGS["phi3-partly-rotated"]),

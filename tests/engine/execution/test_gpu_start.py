@@ -2,10 +2,11 @@
 it launches; on a GPU also by what is taken and compiled. And how it ends."""
 
 import ast
+import dataclasses
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,13 +17,17 @@ pytest.importorskip("triton")
 
 import triton
 
-from engine.execution import gpu_runner
+from engine.execution import gpu_runner, gpu_start
+from engine.execution.cuda_graph import GraphKey
 from engine.execution.gpu_copier import staging_bytes
 from engine.execution.gpu_memory import CardBytes, GpuMemory
 from engine.execution.gpu_runner import GpuRunner
+from engine.execution.gpu_start import GpuStart
 from engine.execution.kv_cache import GIB, KvCache, PoolSize
+from engine.execution.step_parts import Part
 from engine.execution.warm_up import WarmUp
 from engine.kernels import likeliest as likeliest_module
+from engine.models.gpu_decoder import GpuDecoder
 from engine.plan import StepPlan
 from streamkv.config import EngineConfig
 from streamkv.sampling import SamplingParams
@@ -94,19 +99,21 @@ class Watched:
             runner._books.stage(plan)
             return SimpleNamespace(wait=lambda: None)
 
-        monkeypatch.setattr(runner, "_launch_body", lambda size: self.parts.append(("body", size)))
-        monkeypatch.setattr(runner, "_launch_head", lambda size: self.parts.append(("head", size)))
-        monkeypatch.setattr(runner, "_launch_decode", lambda size: self.parts.append(("decode", size)))
-        monkeypatch.setattr(runner, "_launch_sampling", sampling)
+        parts = runner._parts
+        monkeypatch.setattr(parts, "launch_body", lambda size: self.parts.append(("body", size)))
+        monkeypatch.setattr(parts, "launch_head", lambda size: self.parts.append(("head", size)))
+        monkeypatch.setattr(parts, "launch_decode", lambda size: self.parts.append(("decode", size)))
+        monkeypatch.setattr(parts, "launch_sampling", sampling)
+        monkeypatch.setattr(parts, "prompt_logits", lambda rows: self.prompt_sizes.append(rows.stop))
         monkeypatch.setattr(runner, "_begin", begin)
-        monkeypatch.setattr(runner, "_prompt_logits", lambda rows: self.prompt_sizes.append(rows.stop))
         monkeypatch.setattr(runner._sampler, "compile", lambda: None)
 
 
 class Sizing:
     """The sizing of a pool as on a card, whose memory is made up."""
 
-    def __init__(self, runner: GpuRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runner: GpuRunner, monkeypatch: pytest.MonkeyPatch, card: "MadeUpCard | None" = None) -> None:
+        """card: that graphs are captured on; None: there are none."""
         self.watched = Watched(runner, monkeypatch)
         self.memory: GpuMemory | None = None
         self.compiled: list[tuple[str, int]] = []
@@ -114,13 +121,19 @@ class Sizing:
         self.measured_plans: list[StepPlan] = []
         self.lasting: list[torch.Tensor | None] = []
         """Tables, as they were when the measuring began."""
-        compile_parts = runner._compile
+        model = runner._parts.model
+        self.start = GpuStart(runner._config, runner._parts, card, MAX_MODEL_LEN, runner._compute)  # type: ignore[arg-type]
+        compile_parts = self.start.compile
 
-        def compiled(parts: list[gpu_runner._Part], report: Callable[[float], None]) -> None:
+        def compiled(parts: list[Part], report: Callable[[float], None]) -> None:
             self.compiled = [key for key, _ in parts]
+            if card is not None:
+                card.events.append("compile")
             compile_parts(parts, report)
 
         def peak(run: Callable[[], object], device: torch.device) -> int:
+            if card is not None:
+                card.events.append("peak")
             changes = runner._sampler._changes
             self.lasting = [changes._counts, changes._biases, changes._bias_ids, changes._ban_ids]
             self.watched.parts.clear()
@@ -133,15 +146,20 @@ class Sizing:
             self.memory = memory
             return PoolSize(9, MAX_MODEL_LEN)
 
-        monkeypatch.setattr(runner, "_compile", compiled)
-        monkeypatch.setattr(gpu_runner, "peak_bytes", peak)
-        monkeypatch.setattr(gpu_runner, "size_gpu_pool", size)
-        monkeypatch.setattr(gpu_runner, "card_bytes", lambda device: CardBytes(140 * GIB, 120 * GIB))
+        def make_cache(num_blocks: int) -> KvCache:
+            return KvCache(model.config, num_blocks, BLOCK_SIZE, torch.float32, runner._device)
+
+        monkeypatch.setattr(self.start, "compile", compiled)
+        monkeypatch.setattr(gpu_start, "peak_bytes", peak)
+        monkeypatch.setattr(gpu_start, "size_gpu_pool", size)
+        monkeypatch.setattr(gpu_start, "card_bytes", lambda device: CardBytes(140 * GIB, 120 * GIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         with runner._on_device():
-            self.size = runner._size_pool(
-                runner._model.config, torch.float32, 1024, MAX_NUM_TOKENS, MAX_MODEL_LEN, EMPTY_CARD, 2 * GIB, _silent
-            )
+            self.size = self.start.size_pool(1024, EMPTY_CARD, 2 * GIB, make_cache, _silent)
+
+
+def start_of(runner: GpuRunner) -> GpuStart:
+    return GpuStart(runner._config, runner._parts, runner._stream, MAX_MODEL_LEN, runner._compute)
 
 
 def _silent(stage: str, percent: float) -> None:
@@ -183,8 +201,8 @@ def test_without_graphs_every_size_that_steps_can_have_is_compiled_too(
     runner = load(enforce_eager=True)
     sizing = Sizing(runner, monkeypatch)
     sizes = {kind: {size for name, size in sizing.compiled if name == kind} for kind in KINDS}
-    assert sizes["body"] == set(runner._token_buckets) and len(sizes["body"]) > 2
-    assert all(sizes[kind] == set(runner._sequence_buckets) for kind in KINDS[1:])
+    assert sizes["body"] == set(runner._parts.token_sizes) and len(sizes["body"]) > 2
+    assert all(sizes[kind] == set(runner._parts.sequence_sizes) for kind in KINDS[1:])
     assert set(sizing.watched.prompt_sizes) == {1, 2, 4, 8, 16, 32, 64, MAX_NUM_TOKENS}, "rows whose logits are told"
 
 
@@ -192,20 +210,133 @@ def test_of_a_model_that_always_takes_all_layers_the_least_and_the_largest_are(
     load: Callable[..., GpuRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = load()
-    monkeypatch.setattr(runner._model, "is_capturable", False)
+    monkeypatch.setattr(runner._parts.model, "is_capturable", False)
     compiled = Sizing(runner, monkeypatch).compiled
     assert set(compiled) == {*LARGEST, ("body", 16), *((kind, 1) for kind in KINDS[1:])}
 
 
+class MadeUpCard:
+    """Notes what is captured and measured, in order. A part takes as long as it has rows, through each layer; but a
+    body of 128 rows takes as long as one of 200, and a decode of 72 rows has a head that takes 40 more."""
+
+    def __init__(self, runner: GpuRunner, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+        parts, model = runner._parts, runner._parts.model
+        assert isinstance(model, GpuDecoder)
+        parts.token_sizes = [16, 96, 128, 160, 192, 3000]
+        parts.decode_sizes = parts.sequence_sizes = [64, 72, 80, 88]
+        model._layers = model._layers[:1] * num_layers
+        monkeypatch.setattr(model, "config", dataclasses.replace(model.config, num_layers=num_layers))
+        self.events: list[tuple[str, int, list[GraphKey]] | str] = []
+        """Captures with the number of layers; else what happens."""
+        card = self
+
+        class Graphs:
+            def __init__(self) -> None:
+                self.times_s: dict[GraphKey, float] = {}
+
+            def capture(self, parts: Iterable[Part], stream: object) -> None:
+                keys = [key for key, _ in parts]
+                num_layers = len(model._layers)
+                self.times_s = {key: card.time_s(*key, num_layers) for key in keys}
+                card.events.append(("capture", num_layers, keys))
+
+            def time_s(self, stream: object) -> dict[GraphKey, float]:
+                return self.times_s
+
+            def clear(self) -> None:
+                card.events.append("clear")
+
+        monkeypatch.setattr(gpu_start, "StepGraphs", Graphs)
+        parts.graphs = Graphs()  # type: ignore[assignment]
+
+    def time_s(self, kind: str, num_rows: int, num_layers: int) -> float:
+        once = 40 if (kind, num_rows) == ("decode", 72) else 0
+        return once + num_layers * (200 if (kind, num_rows) == ("body", 128) else num_rows)
+
+
+@pytest.mark.parametrize(("num_layers", "kept"), [(8, [64, 72, 80, 88]), (5, [64, 80, 88]), (1, [64, 80, 88])])
+def test_sizes_that_a_larger_one_beats_through_all_layers_are_never_captured(
+    load: Callable[..., GpuRunner], monkeypatch: pytest.MonkeyPatch, num_layers: int, kept: list[int]
+) -> None:
+    """What a slow head costs is little beside many layers. Timed are no more than four."""
+    runner = load()
+    card = MadeUpCard(runner, monkeypatch, num_layers)
+    sizing = Sizing(runner, monkeypatch, card)
+    parts = runner._parts
+    assert parts.token_sizes == [16, 96, 160, 192, 3000] and parts.decode_sizes == kept
+    assert parts.sequence_sizes == [64, 72, 80, 88], "of heads and sampling, which are not timed"
+
+    bodies, decodes = ([(kind, size) for size in sizes] for kind, sizes in (
+        ("body", (192, 160, 128, 96)), ("decode", (88, 80, 72)),
+    ))  # fmt: skip
+    largest = [("body", 3000), ("head", 88), ("sample", 88), ("filter and sample", 88), ("decode", 88)]
+    few, more = (("capture", depth, bodies + decodes) for depth in (1, min(4, num_layers)))
+    assert card.events[:5] == ["compile", few, "clear", more, "clear"], "nothing is left of what was only timed"
+    assert {("body", 128), ("decode", 72)} <= set(sizing.compiled), "nothing may be in the middle of a capture"
+    assert card.events[5:] == ["peak", "peak", ("capture", num_layers, largest), "clear"]
+    num_graphs = 5 + 3 * 4 + len(kept)
+    assert sizing.memory is not None and sizing.memory.graph_bytes == 3 * GIB + num_graphs * 4 * 2**20
+
+    card.events.clear()
+    percents: list[float] = []
+    sizing.start.capture(percents.append)
+    (captured,) = card.events
+    assert captured == ("capture", num_layers, [key for key, _ in parts.all()]) and len(captured[2]) == num_graphs
+    assert not {("body", 128), *(("decode", size) for size in {72} - set(kept))} & set(captured[2])
+    assert percents == sorted(percents) and percents[-1] == 100.0
+
+
+@pytest.mark.parametrize("windows", [(None,), (8, None), (None,) * 5, (8, 8, None, 8), (8, 8, 8, None)])
+def test_what_is_only_compiled_goes_through_each_kind_of_layer_and_no_more_than_there_are(
+    load: Callable[..., GpuRunner], windows: tuple[int | None, ...]
+) -> None:
+    model = load()._parts.model
+    assert isinstance(model, GpuDecoder)
+    layer = model._layers[0]
+    kinds = [dataclasses.replace(layer.kind, sliding_window=window) for window in windows]
+    model._layers = [dataclasses.replace(layer, kind=kind) for kind in kinds]
+    with model.shallow():
+        gone_through = [layer.kind for layer in model._layers]
+    assert set(gone_through) == set(kinds) and gone_through[-1] == kinds[-1]
+    assert min(2, len(kinds)) <= len(gone_through) <= min(3, len(kinds)), "each has a cache of its own"
+
+
+def test_a_part_with_few_layers_goes_through_no_other(load: Callable[..., GpuRunner]) -> None:
+    """A row that is padding writes to block 0 of each layer that it goes through."""
+    parts = load()._parts
+    keys_of_layers = parts.cache.storage[:, 0, 0]
+
+    def changed() -> list[bool]:
+        return [bool((keys != 7.0).any()) for keys in keys_of_layers]
+
+    with torch.inference_mode():
+        keys_of_layers.fill_(7.0)
+        with parts.model.first_layers(1):
+            parts.launch_decode(1)
+        assert changed() == [True, False]
+        parts.launch_decode(1)
+        assert changed() == [True, True], "then it has them all again"
+
+
+def test_every_size_stays_where_there_are_no_graphs(
+    load: Callable[..., GpuRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(enforce_eager=True)
+    card = MadeUpCard(runner, monkeypatch, 8)
+    sizing = Sizing(runner, monkeypatch, card)
+    sizing.start.capture(lambda percent: None)
+    assert card.events == ["compile", "peak"] and 128 in runner._parts.token_sizes and 72 in runner._parts.decode_sizes
+
+
 def test_room_is_kept_for_the_copiers_buffers(load: Callable[..., GpuRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    size_pool = GpuRunner._size_pool
+    size_pool = GpuStart.size_pool
 
-    def sized(self: GpuRunner, *args: object) -> PoolSize:
-        asked.append(args[6])  # type: ignore[arg-type]
-        return size_pool(self, *args)  # type: ignore[arg-type]
+    def sized(self: GpuStart, block_bytes: int, before: CardBytes | None, late_bytes: int, *more: object) -> PoolSize:
+        asked.append(late_bytes)
+        return size_pool(self, block_bytes, before, late_bytes, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(GpuRunner, "_size_pool", sized)
+    monkeypatch.setattr(GpuStart, "size_pool", sized)
     load()
     runner = load(host_kv_memory_gib=0.01)
     assert runner._host is not None
@@ -226,7 +357,7 @@ def test_copies_within_the_real_pool_are_compiled_before_it_serves(
 
     monkeypatch.setattr(KvCache, "copy_blocks", noted)
     runner = load()
-    assert runner._cache in copied
+    assert runner._parts.cache in copied
 
 
 def test_how_many_are_told_makes_no_other_kernel() -> None:
@@ -275,7 +406,7 @@ def test_host_memory_stays_pinned_under_a_copy_that_never_ends(
 def test_the_largest_steps_run_and_leave_nothing_behind(load: Callable[..., GpuRunner]) -> None:
     runner = load()
     with runner._on_device():
-        runner._compute_largest([], MAX_NUM_TOKENS, MAX_MODEL_LEN)
+        start_of(runner).compute_largest([])
     assert not runner._books.records and not runner._special and not runner._sampler.has_filters
     assert runner._books.part("sample_slots", MAX_NUM_SEQS).tolist() == [-1] * MAX_NUM_SEQS
     assert len(runner._books._free_slots) == MAX_NUM_SEQS
@@ -306,8 +437,8 @@ def serve_all_kinds(runner: GpuRunner) -> None:
         add(length, temperature=1.0, n=3, prompt_logprobs=1)
         engine.pump()
     with runner._on_device():
-        runner._compute_largest([], MAX_NUM_TOKENS, MAX_MODEL_LEN)
-        runner._cache.copy_blocks([(1, 2), (3, 4)])
+        start_of(runner).compute_largest([])
+        runner._parts.cache.copy_blocks([(1, 2), (3, 4)])
 
 
 @pytest.mark.gpu

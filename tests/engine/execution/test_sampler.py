@@ -89,12 +89,26 @@ def test_draws_follow_the_exact_probabilities(
 ) -> None:
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 2
     expected = expected_distribution(logits, temperature, top_k, top_p, min_p)
-    num_draws = 3000
     rows = [
         row(position, seed=77, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        for position in range(num_draws)
+        for position in range(3000)
     ]
-    counts = torch.bincount(torch.tensor(sample(logits.repeat(num_draws, 1), rows)), minlength=vocab_size)
+    check_draws(logits, expected, rows)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 30}, {"top_p": 0.8}])
+def test_draws_between_tiles_follow_the_exact_probabilities(settings: dict[str, float]) -> None:
+    """Of the 2,500 ids most are unlikely; tokens that stand out lie close together and in all three tiles."""
+    logits = torch.randn(2500, generator=torch.Generator().manual_seed(5)) - 3
+    logits[[0, 1, 2, 900, 1023, 1024, 1025, 1900, 2047, 2048, 2499]] = torch.linspace(4.0, 5.5, 11)
+    expected = expected_distribution(logits, 1.0, int(settings.get("top_k", 0)), settings.get("top_p", 1.0), 0.0)
+    check_draws(logits, expected, [row(position, seed=2**40 + 3, **settings) for position in range(3000)])
+
+
+def check_draws(logits: torch.Tensor, expected: torch.Tensor, rows: list[SampledRow]) -> None:
+    """Chi-square of what `rows` draw; all have the same logits and settings."""
+    num_draws = len(rows)
+    counts = torch.bincount(torch.tensor(sample(logits.repeat(num_draws, 1), rows)), minlength=len(logits))
     assert counts[expected == 0].sum() == 0, "a token that the filters drop was drawn"
     # Chi-square over the tokens that are expected often enough, the others taken together.
     often = expected * num_draws >= 5
@@ -144,6 +158,18 @@ def test_the_draw_depends_on_seed_choice_and_position_alone() -> None:
         draw(position=50, seed=3, choice=2),
     ]
     assert len({first, *others}) == 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.95}, {"top_k": 3000}, {"min_p": 0.02}])
+def test_rounding_of_logits_hardly_ever_changes_a_draw(settings: dict[str, float]) -> None:
+    """They are rounded as the batch has it, and many at once move the same way. If a draw were an id at a place of the
+    cumulative distribution, some 150 of these 400 would change."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(400, 8000, generator=generator)
+    rounded = logits + 5e-4 * torch.linspace(-3, 3, 8000).sin()
+    rows = [row(position, seed=9, **settings) for position in range(400)]
+    changed = sum(a != b for a, b in zip(sample(logits, rows), sample(rounded, rows), strict=True))
+    assert changed <= 1
 
 
 def test_greedy_takes_the_lowest_id_on_a_tie() -> None:

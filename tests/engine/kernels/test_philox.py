@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 
 from engine.execution import philox as reference
-from engine.kernels.philox import philox4x32, uniform_double
+from engine.kernels.philox import exponential, philox4x32
 
 
 @triton.jit
-def _words_kernel(words_ptr, uniforms_ptr, counters_ptr, seeds_ptr):
+def _words_kernel(words_ptr, times_ptr, counters_ptr, seeds_ptr):
     row = tl.program_id(0)
     seed = tl.load(seeds_ptr + row).to(tl.uint64, bitcast=True)
     c0 = tl.load(counters_ptr + 4 * row).to(tl.uint64)
@@ -21,10 +21,10 @@ def _words_kernel(words_ptr, uniforms_ptr, counters_ptr, seeds_ptr):
     tl.store(words_ptr + 4 * row + 1, w1.to(tl.int64))
     tl.store(words_ptr + 4 * row + 2, w2.to(tl.int64))
     tl.store(words_ptr + 4 * row + 3, w3.to(tl.int64))
-    tl.store(uniforms_ptr + row, uniform_double(w0, w1))
+    tl.store(times_ptr + row, exponential(w0))
 
 
-def test_words_and_uniforms_are_those_of_the_cpu(device: torch.device) -> None:
+def test_words_and_exponentials_are_those_of_the_cpu(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(1)
     counters = torch.randint(0, 2**32, (12, 4), generator=generator)
     keys = torch.randint(0, 2**32, (12, 2), generator=generator)
@@ -32,9 +32,9 @@ def test_words_and_uniforms_are_those_of_the_cpu(device: torch.device) -> None:
     counters[1], keys[1] = 2**32 - 1, 2**32 - 1
     counters[2] = torch.tensor([131071, 127, 0, 0])
     words = torch.empty(12, 4, dtype=torch.int64, device=device)
-    uniforms = torch.empty(12, dtype=torch.float64, device=device)
+    times = torch.empty(12, dtype=torch.float64, device=device)
     seeds = (keys[:, 1] << 32) | keys[:, 0]
-    _words_kernel[(12,)](words, uniforms, counters.to(device), seeds.to(device))
+    _words_kernel[(12,)](words, times, counters.to(device), seeds.to(device))
     expected = reference.philox4x32(counters, keys)
     assert torch.equal(words.cpu(), expected)
-    assert torch.equal(uniforms.cpu(), reference.uniform_double(expected))
+    torch.testing.assert_close(times.cpu(), reference.exponential(expected[:, 0]), rtol=1e-14, atol=0)

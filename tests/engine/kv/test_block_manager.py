@@ -389,7 +389,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.memory[block_id * size + position % size] = (sequence.token_ids[position], position)
 
 
-BlockManagerMachine.TestCase.settings = settings(max_examples=examples(100, 200), stateful_step_count=40, deadline=None)
+BlockManagerMachine.TestCase.settings = settings(max_examples=examples(60, 240), stateful_step_count=40, deadline=None)
 TestBlockManager = BlockManagerMachine.TestCase
 
 

@@ -254,5 +254,5 @@ class TiersMachine(RuleBasedStateMachine):
             self.memory.start(manager.take_transfers())
 
 
-TiersMachine.TestCase.settings = settings(max_examples=examples(100, 200), stateful_step_count=40, deadline=None)
+TiersMachine.TestCase.settings = settings(max_examples=examples(60, 240), stateful_step_count=40, deadline=None)
 TestTiers = TiersMachine.TestCase

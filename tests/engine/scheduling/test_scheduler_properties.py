@@ -260,6 +260,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=examples(120, 250), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60, 300), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = SchedulerMachine.TestCase

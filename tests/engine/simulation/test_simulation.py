@@ -33,18 +33,12 @@ def check(seeds: range) -> Counter[str]:
 
 
 @pytest.mark.timeout(600)
-def test_every_promise_is_kept_on_a_hundred_seeds():
-    seen = check(range(100))
-    for name in ("preempted to recompute", "preempted to swap", "tokens found in the cache", "ended with abort"):
-        assert seen[name] > 100, f"{name}: {seen}"
-    assert seen["ended with error"] > 20 and seen["engine lives"] > 110
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(100, 500, 100))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(50, 500, 50))])
 def test_every_promise_is_kept_on_five_hundred_seeds(first: int):
-    check(range(first, first + 100))
+    seen = check(range(first, first + 50))
+    for name in ("preempted to recompute", "preempted to swap", "tokens found in the cache", "ended with abort"):
+        assert seen[name] > 40, f"{name}: {seen}"
+    assert seen["ended with error"] > 10 and seen["engine lives"] > 55
 
 
 def test_a_seed_stands_for_at_least_fifty_requests_and_always_the_same():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from streamkv.tools import bench
+from streamkv.tools import bench, driver
 from tests.support.openai_server import OpenAIServer, chat_events, completion_events, event, serving
 
 TRACES = Path(__file__).resolve().parents[2] / "data" / "traces"
@@ -158,9 +158,13 @@ def test_a_trace_is_replayed_at_its_times(server: OpenAIServer, tmp_path: Path) 
     assert len(server.bodies[0]["prompt"]) == 37  # type: ignore[arg-type]
 
 
-def test_stall_sends_its_long_prompts_when_all_streams_run(server: OpenAIServer, tmp_path: Path) -> None:
+def test_stall_sends_its_long_prompts_when_all_streams_run(
+    server: OpenAIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "BEFORE_INJECTED_S", 0.5)
+    monkeypatch.setattr(driver, "BETWEEN_INJECTED_S", 0.25)
     server.gap_s = 0.03
-    words = ("--workload", "stall", "--requests", "3", "--len-scale", "0.1", "--stall-out", "2000")
+    words = ("--workload", "stall", "--requests", "3", "--len-scale", "0.1", "--stall-out", "1000")
     status, figures = run(server, tmp_path, *words)
     stall = figures["stall"]
     assert status == 0 and isinstance(stall, dict)

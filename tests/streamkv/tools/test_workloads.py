@@ -137,7 +137,7 @@ def test_a_trace_may_be_unpacked(tmp_path: Path) -> None:
         ("t.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", "after 0 good rows"),
         ("t.csv", b"a,b\n1,2\n", "after 0 good rows"),
         ("t.csv.gz", b"not packed", "t.csv.gz"),
-        ("t.csv.gz", gzip.compress(b"TIMESTAMP,Cont")[:-6], "t.csv.gz"),
+        ("t.csv.gz", gzip.compress(b"TIMESTAMP,Cont", mtime=0)[:-6], "t.csv.gz"),
         ("t.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "no rows"),
     ],
 )
