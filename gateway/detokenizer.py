@@ -24,8 +24,8 @@ class Detokenizer:
     An end-of-sequence or stop id that ended a choice is no text: the caller does not push it.
 
     Fast path: while `can_take_whole_piece` is true, a token with a piece in `vocabulary.json_pieces` is exactly that
-    text. The caller may take it without a push, and then adds 1 to num_tokens_shown. That changes nothing else, so
-    the flag needs a look only after a push.
+    text. The caller may take it without a push. That changes nothing here, so the flag needs a look only after a push;
+    num_tokens_shown does not count it, which is for stop strings, and with those the flag is never true.
     """
 
     def __init__(

@@ -197,6 +197,9 @@ class EngineClient:
         """Live requests that the engine of now does not have."""
         self._attaching: set[Sink] = set()
         """Attached on a client's behalf: there is nothing to submit again before the answer."""
+        self._earlier_ids: dict[Sink, list[int]] = {}
+        """Under which the engine may still have a live request: it has a newer one, and the Attach that says so may be
+        lost with its connection."""
         self._unheard_aborts: dict[int, str] = {}
         """Causes by request id: ended here, and the engine has not said so yet, the oldest first. A connection that
         breaks loses what was sent, and what nobody ends runs on in the engine unread."""
@@ -278,8 +281,9 @@ class EngineClient:
 
     def abort(self, sink: Sink, cause: str) -> None:
         """Stop a request and forget it. Its sink gets no further call. Harmless for one that has ended."""
-        request_id = self._forget(sink)
-        if request_id:
+        for request_id in (*self._earlier_ids.get(sink, ()), self._forget(sink)):
+            if not request_id:
+                continue  # never sent
             self._unheard_aborts[request_id] = cause
             if len(self._unheard_aborts) > _MAX_UNHEARD_ABORTS:
                 del self._unheard_aborts[next(iter(self._unheard_aborts))]
@@ -357,10 +361,11 @@ class EngineClient:
         old = self._id_by_sink.get(sink, 0)
         if old:
             self._sinks.pop(old, None)
+            self._earlier_ids.setdefault(sink, []).append(old)
         request_id = next(self._request_ids)
         if request_id >= _MAX_REQUEST_ID:
             self._request_ids = itertools.count(1)
-        while request_id in self._sinks:
+        while request_id in self._sinks or request_id in self._unheard_aborts:
             request_id = next(self._request_ids)
         self._id_by_sink[sink] = request_id
         self._sinks[request_id] = sink
@@ -369,6 +374,7 @@ class EngineClient:
     def _forget(self, sink: Sink) -> int:
         request_id = self._id_by_sink.pop(sink, 0)
         self._sinks.pop(request_id, None)
+        self._earlier_ids.pop(sink, None)
         self._unsent.discard(sink)
         self._attaching.discard(sink)
         return request_id
@@ -497,8 +503,7 @@ class EngineClient:
         for finished in ends:
             sink = self._sinks.get(finished.request_id)
             if sink is None:
-                if finished.finish_reason == "abort":  # another end may have been on its way before the Abort came
-                    self._unheard_aborts.pop(finished.request_id, None)
+                self._hear_of_abort(finished)
                 continue
             if finished.finish_reason == "abort" and finished.cause == "gateway_lost":
                 lost[sink] = None  # it took us for dead; we are not
@@ -521,6 +526,12 @@ class EngineClient:
                 self.num_resubmitted += 1
                 self._send_submission(sink)
 
+    def _hear_of_abort(self, finished: Finished) -> None:
+        """Another end may have been on its way before the Abort came, also one by the abort of a choice alone."""
+        request_id = finished.request_id
+        if finished.finish_reason == "abort" and finished.cause == self._unheard_aborts.get(request_id):
+            del self._unheard_aborts[request_id]
+
     def _break(self, sink: Sink, error: Exception) -> None:
         """A fault of ours in one stream: it ends, the others and the connection do not notice."""
         logger.error("a stream broke on its way from or to the engine", exc_info=error)
@@ -542,6 +553,7 @@ class EngineClient:
                 sink = self._sinks.get(message.request_id)
                 if sink is not None:
                     self._attaching.discard(sink)
+                    self._earlier_ids.pop(sink, None)
                     try:
                         sink.attached(message)
                     except Exception as error:
@@ -600,6 +612,8 @@ class EngineClient:
                 self._send_submission(sink)
             elif self._needs_attach:
                 self._send_attach(sink)
+        if is_new:
+            self._earlier_ids.clear()
         self._needs_attach = False
         if self._given_epoch != ready.epoch:  # also one that was given a part, before the connection broke
             if self._giving is not None:

@@ -45,7 +45,7 @@ class Stream:
     """A request and its choices, from submit to the last terminal event: the engine client's sink.
 
     Ends exactly once: by its choices' ends, by `cancel`, or by a failure. `on_end` is called then, before the outlet
-    is closed.
+    is closed. What ends it raises nothing; what feeds it raises what its outlet does.
     """
 
     def __init__(
@@ -391,12 +391,8 @@ class Stream:
             self._end_early(Ending("abort", "timeout"), "timeout")
 
     def break_off(self) -> None:
-        """A fault of ours was found while it was fed. Raises nothing: an outlet that fails once more is no reason for
-        others to miss their tokens."""
-        try:
-            self._fail(EngineFault("the server made a mistake on this request; its log says more"))
-        except Exception:
-            logger.exception("a stream's client could not be told of its end")
+        """A fault of ours was found while it was fed."""
+        self._fail(_our_fault())
 
     def hand_over(self, cause: str = ATTACHED_ELSEWHERE) -> None:
         """Somebody else attaches to it: it ends here, but not in the engine."""
@@ -407,24 +403,23 @@ class Stream:
     def let_go(self) -> None:
         """It ends here, and nobody is told; it goes on in the engine, and somebody may attach to it."""
         self._outlet = NoOutlet()
-        self.is_broken_off = not self._is_done
-        self.hand_over(BROKEN_OFF)
+        if not self._is_done:
+            self.is_broken_off = True
+            self.hand_over(BROKEN_OFF)
 
     def _end_early(self, ending: Ending, cause: str) -> None:
         if self._is_done:
             return
         if cause:
             self._engine.abort(self, cause)
-        try:
-            for choice in self._choices:
-                choice.gathered.clear()
-                if choice.ending is None:
+        for choice in self._choices:
+            choice.gathered.clear()
+            if choice.ending is None:
+                try:
                     self._close_choice(choice, ending)
-        except BaseException:
-            self.is_broken_off = True
-            raise
-        finally:  # the engine has been told, so nothing else would ever end it
-            self._end()
+                except Exception:
+                    self._note_untold()
+        self._end()
 
     def _fail(self, failure: StreamKVError) -> None:
         if not self._is_done:
@@ -442,13 +437,20 @@ class Stream:
         try:
             self._on_end(self)
             self._outlet.close(Usage(self.num_prompt, self.num_output, self.num_cached), self.failure)
-        except BaseException:
-            self.is_broken_off = True
-            raise
+        except Exception:
+            self._note_untold()
         finally:  # whoever waits for the end must see it
             for future in (self.started, self.ended):
                 if not future.done():
                     future.set_result(None)
+
+    def _note_untold(self) -> None:
+        """Its outlet failed as it was told an end, which is no reason for others to miss theirs: whoever ends a stream
+        may have many to end. So nothing is raised."""
+        logger.exception("a stream's client could not be told of its end")
+        self.is_broken_off = True
+        if self.failure is None:
+            self.failure = _our_fault()
 
     # A slow reader, or one who asked
 
@@ -467,3 +469,7 @@ class Stream:
     def redirect(self, outlet: Outlet) -> None:
         """Send what comes from now on elsewhere."""
         self._outlet = outlet
+
+
+def _our_fault() -> EngineFault:
+    return EngineFault("the server made a mistake on this request; its log says more")

@@ -228,6 +228,8 @@ class _Session:
         """Whatever happens before the stream stands is told to the client."""
         try:
             await run(generation, fields)
+            assert generation.stream is not None
+            generation.stream.ended.add_done_callback(lambda _: self._on_ended(client_id, generation))
         except StreamKVError as error:
             generation.outlet.fail(error)
             self._forget(client_id, generation)
@@ -319,6 +321,14 @@ class _Session:
     def _forget(self, client_id: str, generation: _Generation) -> None:
         if self._live.get(client_id) is generation:
             del self._live[client_id]
+
+    def _on_ended(self, client_id: str, generation: _Generation) -> None:
+        """An outlet that has told the end is forgotten by then, but it may have failed at that. A stream that goes on
+        in the engine has no failure."""
+        stream = generation.stream
+        if stream is not None and stream.failure is not None and self._live.get(client_id) is generation:
+            self._send_error(client_id, stream.failure)
+            self._forget(client_id, generation)
 
     def _send(self, fields: dict[str, object]) -> None:
         self._writer.write(self._codec.event(fields))

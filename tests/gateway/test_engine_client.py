@@ -1,6 +1,7 @@
 """The gateway's end of the wire, against the real engine loop or a bare engine socket."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -743,6 +744,79 @@ async def test_an_abort_that_was_lost_with_its_connection_is_sent_until_the_engi
         client.forget(b"f" * 16, "")
         await bare.wait_for(Forget)
         assert [message for message in bare.got if isinstance(message, Abort)] == [Abort(lost, "stop_string")] * 2
+
+
+async def test_the_end_of_one_choice_does_not_stand_for_that_of_all(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        request_id = (await bare.wait_for(Submit)).request_id
+        client.abort_choice(sink, 1, "stop_string")
+        client.abort(sink, "disconnected")
+        bare.send(StepOutput(1, b"", b"", finished=[Finished(request_id, 1, "abort", "stop_string")]))
+        bare.send(StepOutput(2, pack_ids([request_id]), pack_ids([5])))
+        await eventually(lambda: client.num_tokens == 1)
+        assert client._unheard_aborts == {request_id: "disconnected"}
+        bare.send(StepOutput(3, b"", b"", finished=[Finished(request_id, 0, "abort", "disconnected")]))
+        await eventually(lambda: not client._unheard_aborts)
+
+
+async def test_a_request_whose_attach_was_lost_is_aborted_under_each_of_its_ids(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sinks = [RecordingSink(stream_id=bytes([number]) * 16) for number in range(2)]
+        for sink in sinks:
+            sink.attached = lambda attached: None  # type: ignore[method-assign]
+            client.submit(sink)
+        first, other = [(await bare.wait_for(Submit, count)).request_id for count in (1, 2)]
+        await reconnect(bare, client)
+        attaches = [await bare.wait_for(Attach, count) for count in (1, 2)]
+        by_stream = {attach.stream_id: attach.request_id for attach in attaches}
+        second, heard = (by_stream[sink.stream_id] for sink in sinks)
+        bare.send(Attached(heard, sinks[1].stream_id, b"", pack_ids(PROMPT), 0, [b""]))
+        bare.send(StepOutput(1, pack_ids([heard]), pack_ids([5])))
+        await eventually(lambda: sinks[1].tokens == [5])
+        for sink in sinks:
+            client.abort(sink, "disconnected")
+        await bare.wait_for(Abort, 3)
+        aborted = [message.request_id for message in bare.got if isinstance(message, Abort)]
+        assert aborted == [first, second, heard], f"the engine may have the first as {first} still, and {other} not"
+        assert not client._earlier_ids
+
+
+async def test_a_new_engine_has_a_request_under_its_newest_id_alone(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sink = RecordingSink()
+        client.submit(sink)
+        await bare.wait_for(Submit)
+        bare.send(msgspec.structs.replace(READY, epoch=78))
+        newest = (await bare.wait_for(Submit, 2)).request_id
+        client.abort(sink, "cancelled")
+        client.forget(b"f" * 16, "")
+        await bare.wait_for(Forget)
+        assert [message for message in bare.got if isinstance(message, Abort)] == [Abort(newest, "cancelled")]
+
+
+async def test_an_id_that_is_still_to_be_aborted_is_given_to_nobody_else(bare: BareEngine) -> None:
+    async with connected(bare.socket.endpoint) as client:
+        await bare.wait_for(Hello)
+        bare.send(READY)
+        await eventually(lambda: client.is_ready)
+        sinks = [RecordingSink(stream_id=bytes([number]) * 16) for number in range(2)]
+        client.submit(sinks[0])
+        request_id = (await bare.wait_for(Submit)).request_id
+        client.abort(sinks[0], "cancelled")
+        client._request_ids = itertools.count(request_id)  # ids have gone round
+        client.submit(sinks[1])
+        assert (await bare.wait_for(Submit, 2)).request_id == request_id + 1
 
 
 async def test_a_new_engine_is_not_told_of_what_was_aborted_before(bare: BareEngine) -> None:

@@ -74,9 +74,28 @@ async def test_an_outlet_that_cannot_tell_the_end_breaks_the_answer_off() -> Non
     first, second = begun(group, 0), begun(group, 1)
     finish(first)
     assert not group.is_broken_off
-    with pytest.raises(RuntimeError):
-        finish(second)
+    finish(second)
     assert group.is_broken_off and group.started.done() and group.ended.done()
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail"])
+async def test_an_outlet_that_cannot_tell_an_end_keeps_none_of_them_running(how: str) -> None:
+    class Faulty(Told):
+        def end(self, choice: int, ending: Ending) -> None:
+            if ending.finish_reason == "abort":
+                raise RuntimeError("a fault of ours")
+            super().end(choice, ending)
+
+    told = Faulty()
+    group = StreamGroup(told, 3, 2)
+    streams = [begun(group, number) for number in range(3)]
+    if how == "cancel":
+        group.cancel("disconnected")
+    else:
+        finish(streams[0], "error")
+    assert all(stream.is_done for stream in streams), "what nobody reads runs on"
+    assert group.ended.done() and group.is_broken_off
+    assert told.num_closed == 1 and isinstance(told.failure, EngineFault)
 
 
 async def test_one_that_fails_fails_all_also_those_that_come_later() -> None:

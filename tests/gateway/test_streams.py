@@ -9,7 +9,7 @@ import pytest
 from gateway.bounded_writer import BoundedWriter, Outbox
 from gateway.cursor import at_token, parse_cursor
 from gateway.deltas import Delta
-from gateway.failures import EngineFault
+from gateway.failures import EngineFault, RequestTimeout
 from gateway.outlet import Ending, StreamFacts, Usage
 from gateway.stream_state import StreamState
 from gateway.streams import Stream
@@ -369,26 +369,42 @@ class Faulty(Told):
 
 
 @pytest.mark.parametrize("at", [("end",), ("close",), ("end", "close")])
-async def test_an_outlet_that_fails_at_the_end_keeps_no_stream_alive(
+async def test_an_outlet_that_fails_at_the_end_keeps_no_stream_alive_and_no_other_from_its_end(
     at: tuple[str, ...],
 ) -> None:
-    for how in ("break_off", "cancel", "finish"):
+    for how in ("break_off", "cancel", "expire", "hand_over", "finish"):
         told = Faulty(*at)
-        stream = begun(told)
-        stream.push_token(IDS[0])
-        if how == "break_off":
-            stream.break_off()
-        elif how == "cancel":
-            with pytest.raises(RuntimeError):
-                stream.cancel("cancelled")
-        else:
+        stream = begun(told, sampling=SamplingParams(seed=1, max_tokens=50, n=2))
+        stream.push(0, IDS[:1])
+        stream.flush()
+        if how == "finish" and "end" in at:
             with pytest.raises(RuntimeError):
                 stream.finish(Finished(1, 0, "length"))
-                stream.flush()
             stream.break_off()
-        assert stream.is_done and stream.started.done() and stream.ended.done()
+        elif how == "finish":
+            for choice in (0, 1):
+                stream.finish(Finished(1, choice, "length"))
+            stream.flush()
+        elif how == "expire":
+            stream.expire(1.0)
+        elif how == "cancel":
+            stream.cancel("cancelled")
+        else:
+            getattr(stream, how)()  # whoever ends it may have others to end, or to hand it to
+        assert stream.is_done and stream.started.done() and stream.ended.done() and len(stream.endings) == 2
         is_told = told.num_closed == 1 and told.failure is not None
         assert is_told or stream.is_broken_off, "its answer would look whole"
+        assert stream.is_broken_off
+        assert isinstance(stream.failure, RequestTimeout if how == "expire" else EngineFault)
+        if "close" not in at:
+            assert told.num_closed == 1 and told.failure is stream.failure
+
+
+async def test_a_stream_that_was_broken_off_stays_so() -> None:
+    stream = begun(Faulty("close"))
+    stream.cancel("cancelled")
+    stream.let_go()
+    assert stream.is_broken_off
 
 
 async def test_a_fault_in_an_outlet_costs_other_streams_of_its_step_no_token() -> None:

@@ -153,16 +153,16 @@ async def test_a_chat_is_the_same_as_over_http(gateway: RunningGateway) -> None:
     assert sorted(event["index"] for event in events if event["type"] == "finished") == [0, 1]
 
 
-async def test_many_generations_share_a_socket(gateway: RunningGateway) -> None:
+async def test_many_generations_share_a_socket(slow: RunningGateway) -> None:
     prompts = {f"g{index}": [20 + index, 7] for index in range(12)}
-    async with connected(gateway) as socket:
+    async with connected(slow) as socket:
         for client_id, prompt in prompts.items():
-            await socket.send(**generate(client_id, prompt=prompt))
+            await socket.send(**generate(client_id, prompt=prompt, max_tokens=100))
         events: list[dict[str, Any]] = []
         while sum(event["type"] == "done" for event in events) < len(prompts):
             events.append(await socket.read())
     for client_id, prompt in prompts.items():
-        assert texts(events, client_id) == text_of(30, prompt)
+        assert texts(events, client_id) == text_of(100, prompt)
     first_end = next(index for index, event in enumerate(events) if event["type"] == "done")
     assert len({event["id"] for event in events[:first_end]}) == len(prompts), "they did not run side by side"
 
@@ -180,6 +180,35 @@ async def test_cancel_ends_one_and_leaves_the_others(slow: RunningGateway) -> No
         assert next(e for e in events if e["type"] == "finished" and e["id"] == "short")["finish_reason"] == "length"
         await socket.send(**generate("long", max_tokens=2))
         assert (await socket.until("done", "long"))[0]["type"] == "started", "the id is not free again"
+
+
+@pytest.mark.parametrize("at", ["end", "close"])
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_a_generation_whose_end_cannot_be_told_ends_with_an_error_and_leaves_the_others(
+    slow: RunningGateway, monkeypatch: pytest.MonkeyPatch, at: str, is_cancelled: bool
+) -> None:
+    def faulty(self: SocketOutlet, *told: Any) -> None:
+        if self._client_id == "bad":
+            raise RuntimeError("a fault of ours")
+        right(self, *told)
+
+    right = getattr(SocketOutlet, at)
+    monkeypatch.setattr(SocketOutlet, at, faulty)
+    async with connected(slow) as socket:
+        await socket.send(**generate("good", max_tokens=60))
+        await socket.send(**generate("bad", max_tokens=1500 if is_cancelled else 10))
+        events = await socket.until("delta", "bad")
+        if is_cancelled:
+            await socket.send(type="cancel", id="bad")
+        events += await socket.until("error", "bad")
+        assert events[-1]["error"]["code"] == "engine_error"
+        if not any(event["type"] == "done" for event in events):
+            events += await socket.until("done", "good")
+        assert texts(events, "good") == text_of(60)
+        assert [event["type"] for event in events if event["id"] == "bad"][-1] == "error"
+        await socket.send(type="cancel", id="bad")
+        assert (await socket.until("error"))[-1]["error"]["code"] == "unknown_stream", "it is live for ever"
+    await eventually(lambda: slow.app[keys.ENGINE].num_live == 0)
 
 
 async def test_pause_computes_nothing_and_resume_goes_on(slow: RunningGateway) -> None:
