@@ -5,9 +5,10 @@
 SIGTERM ends it when its live streams have ended, after 30 s at the latest; a second one, or SIGINT, at once. SIGRTMIN
 ends it now for the sake of a next engine, to which its gateways send their live streams. Exit codes: 0 the end was
 asked for; 1 a fault, starting again may help; 2 these settings or this model cannot run.
-With STREAMKV_EXIT_WITH_PARENT=1 the end of the parent process counts as a SIGTERM.
+With STREAMKV_EXIT_WITH_PARENT=PID, the parent process, its end counts as a SIGTERM.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -108,8 +109,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except ConfigError as error:
         config.exit_with(error)
     _end_on_signals(loop)
-    if environ.get("STREAMKV_EXIT_WITH_PARENT") == "1":
-        threading.Thread(target=_watch_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+    parent_pid = environ.get("STREAMKV_EXIT_WITH_PARENT", "")
+    if parent_pid.isdecimal():
+        threading.Thread(target=_watch_parent, args=(int(parent_pid),), name="parent", daemon=True).start()
     return loop.run()
 
 
@@ -120,6 +122,8 @@ def make_executor(settings: EngineConfig) -> Executor:
     if settings.device == "cuda" and not has_gpu:
         raise ConfigError("device", "is cuda, but PyTorch finds no NVIDIA GPU (or is built without CUDA); cpu works")
     if settings.device == "cuda" or (settings.device == "auto" and has_gpu):
+        # CUDA needs a third of a second to begin, in which the rest can be imported.
+        threading.Thread(target=_begin_cuda, name="cuda", daemon=True).start()
         try:
             from engine.execution.gpu_runner import GpuRunner  # Triton, which an engine on a CPU need not have
         except ImportError as error:
@@ -143,6 +147,11 @@ def make_executor(settings: EngineConfig) -> Executor:
     return CpuRunner(settings)
 
 
+def _begin_cuda() -> None:
+    with contextlib.suppress(RuntimeError, AssertionError):  # PyTorch says it again where it can be told
+        torch.zeros(1, device="cuda")
+
+
 def _end_on_signals(loop: EngineLoop) -> None:
     is_draining = False
 
@@ -161,14 +170,12 @@ def _end_on_signals(loop: EngineLoop) -> None:
 
 def _watch_parent(parent_pid: int) -> None:
     """Sleeps until that process is gone, then sends this one a SIGTERM."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         parent = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        pass
-    else:
-        poller = poll()
-        poller.register(parent, POLLIN)
-        poller.poll()
+        if os.getppid() == parent_pid:  # or it went while this process was loading, and another may have its number
+            poller = poll()
+            poller.register(parent, POLLIN)
+            poller.poll()
     logger.warning("the parent process has ended")
     os.kill(os.getpid(), signal.SIGTERM)
 

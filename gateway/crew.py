@@ -20,15 +20,13 @@ from gateway.limits import Ledger
 from gateway.listener import reserve, url_of
 from gateway.shared_books import LedgerDesk
 from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor
+from gateway.worker_flags import AS_WORKER
 from streamkv.config import GatewayConfig, to_argv
-from streamkv.errors import ConfigError
 from streamkv.log import fields
 from streamkv.transport import default_endpoint
 
 logger = logging.getLogger(__name__)
 
-AS_WORKER: Final = "--as-worker"
-"""Before the link's path and the worker's number, at the end of a worker's flags."""
 FIGURES: Final = "figures"
 """What this process and its gateways ask each other for: figures, to be added up."""
 EXIT_FAILED: Final = 1
@@ -149,17 +147,3 @@ async def _figures_of(link: Link) -> bytes:
         async with asyncio.timeout(_FIGURES_TIMEOUT_S):
             return await link.ask(FIGURES)
     return b""
-
-
-def split_worker_flags(argv: Sequence[str]) -> tuple[list[str], tuple[str, int] | None]:
-    """A gateway's flags → (its own flags, the link's path and its number if it is one of several).
-
-    Raises ConfigError for a marker that is not followed by both.
-    """
-    flags = list(argv)
-    if AS_WORKER not in flags:
-        return flags, None
-    place = flags.index(AS_WORKER)
-    if len(flags) != place + 3 or not flags[place + 2].isdecimal():
-        raise ConfigError(AS_WORKER, "is for the gateways that a server starts itself; use --gateway-workers")
-    return flags[:place], (flags[place + 1], int(flags[place + 2]))

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +70,9 @@ class Supervisor:
         self._stop_grace_s = stop_grace_s
         self._stop_signal = stop_signal
         self._clock = clock
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | _EarlyChild | None = None
+        self._early: _EarlyChild | None = None
+        """Started, and not yet under the eyes of `run`."""
         self._was_ready = self._has_worked = False
         """Whether this child has been ready, and whether any has."""
         self._ready_at = 0.0
@@ -91,6 +94,14 @@ class Supervisor:
         if not self._was_ready:
             self._was_ready = self._has_worked = True
             self._ready_at = self._clock()
+
+    def start_early(self) -> None:
+        """Start the first child before there is a loop, so that it loads while this process does. `run` goes on with
+        it; who does not come to that has to `kill` it."""
+        # Of a session of its own, so that a Ctrl-C on the terminal reaches the parent alone, which then stops both.
+        self._early = self._process = _EarlyChild(
+            subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True, env=_child_environ())
+        )
 
     async def run(self) -> None:
         """Keep a child running. Raises ChildFailed when it ends with EXIT_UNUSABLE before any was ready, or has failed
@@ -124,14 +135,7 @@ class Supervisor:
             self.num_restarts += 1
 
     async def _run_once(self) -> int:
-        # Of a session of its own, so that a Ctrl-C on the terminal reaches the parent alone, which then stops both.
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, "STREAMKV_EXIT_WITH_PARENT": "1"},
-        )
-        self._process = process
+        process = self._process = await self._next_child()
         logger.info(f"{self._name} started", extra=fields(pid=process.pid))
         watching = asyncio.create_task(self._kill_when_hung(process)) if self._watch is not None else None
         try:
@@ -143,7 +147,15 @@ class Supervisor:
                 self._limit.cancel()
             await asyncio.shield(self._stop(process))
 
-    async def _kill_when_hung(self, process: asyncio.subprocess.Process) -> None:
+    async def _next_child(self) -> "asyncio.subprocess.Process | _EarlyChild":
+        if self._early is not None:
+            early, self._early = self._early, None
+            return early
+        return await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, env=_child_environ()
+        )
+
+    async def _kill_when_hung(self, process: "asyncio.subprocess.Process | _EarlyChild") -> None:
         """SIGKILL: what hangs may not come to handle anything else, and is started again when it is gone."""
         assert self._watch is not None
         reason = await self._watch.until_hung(self.note_ready)
@@ -152,7 +164,7 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
-    async def _stop(self, process: asyncio.subprocess.Process) -> None:
+    async def _stop(self, process: "asyncio.subprocess.Process | _EarlyChild") -> None:
         """The stop signal, then SIGKILL; returns when the child is gone."""
         if process.returncode is not None:
             return
@@ -192,11 +204,41 @@ class Supervisor:
         self._limit = asyncio.get_running_loop().call_later(self._stop_grace_s, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL at once, for a second signal from an impatient user."""
+        """SIGKILL at once, for a second signal from an impatient user, or a child whose `run` was never begun."""
         process = self._process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+class _EarlyChild:
+    """As asyncio's Process, of a child that is older than the loop."""
+
+    def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        self.send_signal = popen.send_signal
+        self.kill = popen.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.poll()
+
+    async def wait(self) -> int:
+        if (code := self.returncode) is not None:
+            return code
+        loop, is_over, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(self.pid)
+        loop.add_reader(pidfd, is_over.set)
+        try:
+            await is_over.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._popen.wait()
+
+
+def _child_environ() -> dict[str, str]:
+    return {**os.environ, "STREAMKV_EXIT_WITH_PARENT": str(os.getpid())}
 
 
 def engine_command(engine_args: Sequence[str]) -> list[str]:

@@ -39,7 +39,8 @@ FLOORS: Mapping[str, list[set[str]]] = {
     ],
     "gateway": [
         {"__main__"},
-        {"app", "crew", "supervised_engine"},
+        {"process", "supervised_engine"},
+        {"app", "crew"},
         {"routes", "middlewares"},
         {"keys"},
         {"generation", "supervisor", "errors"},

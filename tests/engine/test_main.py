@@ -119,14 +119,14 @@ def test_wrong_settings_end_with_2_and_one_line_that_names_them(endpoint: str) -
 
 def test_with_the_flag_the_end_of_the_parent_ends_the_engine(endpoint: str) -> None:
     code = f"""
-        import subprocess, sys, time
+        import os, subprocess, sys, time
+        os.environ["STREAMKV_EXIT_WITH_PARENT"] = str(os.getpid())
         child = subprocess.Popen([sys.executable, "-c", {textwrap.dedent(CODE)!r}, "--endpoint", {endpoint!r}])
         print(child.pid, flush=True)
         time.sleep(600)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    environ = {**os.environ, "STREAMKV_EXIT_WITH_PARENT": "1"}
-    parent = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
     try:
@@ -143,6 +143,16 @@ def test_with_the_flag_the_end_of_the_parent_ends_the_engine(endpoint: str) -> N
         parent.wait()
         if Path(f"/proc/{child_pid}").exists():
             os.kill(child_pid, signal.SIGKILL)
+
+
+def test_an_engine_whose_parent_went_while_it_was_loading_ends(endpoint: str) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environ = {**os.environ, "STREAMKV_EXIT_WITH_PARENT": str(gone.pid)}
+    command = [sys.executable, "-c", textwrap.dedent(CODE), "--endpoint", endpoint]
+    assert subprocess.run(command, cwd=ROOT, env=environ, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
+    environ["STREAMKV_EXIT_WITH_PARENT"] = "1"  # lives, but is not its parent, which would be the case of an orphan
+    assert subprocess.run(command, cwd=ROOT, env=environ, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

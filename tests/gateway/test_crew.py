@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway.crew import split_worker_flags
+from gateway.worker_flags import split_worker_flags
 from streamkv.errors import ConfigError
 from tests.support.running_gateway import VOCAB_SIZE, eventually_async
 from tests.support.scripted_engine import free_endpoint, serving

@@ -139,7 +139,54 @@ async def test_the_child_is_told_to_end_with_its_parent(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     code = f"import os, time; open({str(seen)!r}, 'w').write(os.environ['STREAMKV_EXIT_WITH_PARENT']); time.sleep(60)"
     async with running(Supervisor(child(code))):
-        await eventually(lambda: seen.exists() and seen.read_text() == "1")
+        await eventually(lambda: seen.exists() and seen.read_text() == str(os.getpid()))
+
+
+async def test_a_child_that_was_started_early_is_the_first_and_the_next_are_as_ever(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    watched = Supervisor(child(f"import os, time; print(os.getsid(0), file=open({str(seen)!r}, 'a')); time.sleep(60)"))
+    watched.start_early()
+    first = watched.pid
+    assert first is not None and is_alive(first)
+    async with running(watched):
+        await eventually(lambda: seen.exists() and seen.read_text() == f"{first}\n")
+        assert watched.pid == first
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: watched.pid not in (None, first))
+        assert watched.num_restarts == 1
+    assert watched.pid is None and not is_alive(first)
+
+
+@pytest.mark.parametrize("command", [SLEEPER, STUBBORN])
+async def test_a_child_that_was_started_early_is_stopped_as_others_are(command: list[str]) -> None:
+    watched = Supervisor(command, stop_grace_s=0.3)
+    watched.start_early()
+    pid = watched.pid
+    assert pid is not None
+    async with running(watched):
+        await asyncio.sleep(0.3)
+    assert not is_alive(pid)
+
+
+async def test_an_early_child_that_has_ended_before_the_loop_is_told_apart_by_its_status() -> None:
+    watched = Supervisor(child(f"raise SystemExit({EXIT_UNUSABLE})"))
+    watched.start_early()
+    await eventually(lambda: watched.pid is None)
+    with pytest.raises(ChildFailed, match="refused its settings") as failed:
+        await watched.run()
+    assert failed.value.exit_code == EXIT_UNUSABLE
+
+
+def test_an_early_child_whose_supervisor_never_ran_can_be_killed() -> None:
+    watched = Supervisor(SLEEPER)
+    watched.start_early()
+    pid = watched.pid
+    assert pid is not None
+    watched.kill()
+    until_s = time.monotonic() + 5
+    while is_alive(pid) and watched.pid is not None:
+        assert time.monotonic() < until_s
+    assert watched.pid is None and not is_alive(pid)
 
 
 def test_exit_codes_in_words() -> None:
