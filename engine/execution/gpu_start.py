@@ -83,6 +83,7 @@ class GpuStart:
         every = list(parts.all())
         is_capturable = parts.model.is_capturable
         compiled = every if is_capturable else first_of_each_kind(every) + first_of_each_kind(reversed(every))
+        report("compiling kernels", 0.0)
         self.compile(compiled, partial(report, "compiling kernels"))
         if self._graph_stream is not None:
             # Before the pool, so that there is room; and nothing of it is left when memory is measured.

@@ -274,15 +274,15 @@ def test_many_draws_follow_the_exact_probabilities(
 @pytest.mark.parametrize("vocab_size", [128_256, 151_936, 262_208])
 @pytest.mark.parametrize("spread", [0.5, 1.0, 4.0])
 def test_compiled_kernels_agree_with_the_cpu_at_full_size(vocab_size: int, spread: float, device: torch.device) -> None:
-    """Weights of float32 summed in another order may put a draw on the other side of a border: of the 100,000 of a flat
-    row one draw in a thousand, so four in all are many."""
+    """Weights of float32 summed in another order may decide a race in which two are there at nearly the same time, or
+    move the threshold of a filter past the token that wins: one draw in 100,000, so one in all is much."""
     rows = (rows_of_all_kinds() * 22)[:256]
     rows = [replace(one, position=1000 + i) for i, one in enumerate(rows)]
     logits = draw_logits(256, vocab_size, spread)
     token_ids = sampled(logits, rows, device)[0]
     expected = sample(logits.clone(), rows)
     different = [i for i in range(256) if token_ids[i] != expected[i]]
-    assert len(different) <= 4, [(i, KINDS[i % len(KINDS)], token_ids[i], expected[i]) for i in different]
+    assert len(different) <= 1, [(i, KINDS[i % len(KINDS)], token_ids[i], expected[i]) for i in different]
     assert not any(rows[i].sequence.sampling.is_greedy for i in different)
     for i in range(0, 256, 17):
         assert sampled(logits[i : i + 1], rows[i : i + 1], device)[0] == token_ids[i : i + 1]
