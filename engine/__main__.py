@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from select import POLLIN, poll
 from types import FrameType
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _LOG_PROGRESS_EVERY = 25.0
 """Percent of a stage between two log lines."""
+_WATCH_PARENT_S = 1.0
+"""Between two looks for the parent, where nothing tells of its end."""
 
 _TAKEN = ("out of memory", "busy or unavailable")
 """What CUDA says where other processes leave no memory, or where the GPU is kept for one."""
@@ -170,12 +173,14 @@ def _end_on_signals(loop: EngineLoop) -> None:
 
 def _watch_parent(parent_pid: int) -> None:
     """Sleeps until that process is gone, then sends this one a SIGTERM."""
-    with contextlib.suppress(ProcessLookupError):
-        parent = os.pidfd_open(parent_pid)
-        if os.getppid() == parent_pid:  # or it went while this process was loading, and another may have its number
-            poller = poll()
-            poller.register(parent, POLLIN)
+    poller = poll()
+    with contextlib.suppress(OSError):  # a sandbox may have no such descriptors
+        poller.register(os.pidfd_open(parent_pid), POLLIN)
+        # Or else it went while this process was loading, and another may have its number.
+        if os.getppid() == parent_pid:
             poller.poll()
+    while os.getppid() == parent_pid:
+        time.sleep(_WATCH_PARENT_S)
     logger.warning("the parent process has ended")
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,6 +1,7 @@
 """Loads the executor on a thread of its own, so that the loop answers meanwhile."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -56,7 +57,9 @@ class Loader:
     def _tell_stages(self) -> None:
         """What is done between two stages counts as the one before."""
         self._end_stage()
-        stages_s = {f"{stage.replace(' ', '_')}_s": round(spent_s, 3) for stage, spent_s in self._stages_s.items()}
+        # A stage may have a model's name or path in it, which may not begin a field or a line of its own.
+        names = {stage: re.sub(r"\W+", "_", stage, flags=re.ASCII) for stage in self._stages_s}
+        stages_s = {f"{names[stage]}_s": round(spent_s, 3) for stage, spent_s in self._stages_s.items()}
         logger.info("loaded", extra=fields(total_s=round(sum(self._stages_s.values()), 3), **stages_s))
 
     def _take_progress(self, stage: str, percent: float) -> None:

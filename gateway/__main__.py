@@ -11,6 +11,7 @@ a gateway that started an engine a new one, in which the live streams go on.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ WITH_ENGINE: Final = "--with-engine"
 
 def main(argv: Sequence[str]) -> int:
     """Run until asked to end. Returns the exit status; raises SystemExit(2) for a wrong setting."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # until there is more to end than this process
+        signal.signal(number, lambda *_: sys.exit(0))
     flags = list(argv)
     engine_flags: list[str] | None = None
     if WITH_ENGINE in flags:
@@ -72,7 +75,7 @@ def _own_engine(config: GatewayConfig, endpoint: str, engine_flags: Sequence[str
     try:
         yield engine
     finally:
-        engine.kill()
+        engine.end_early()
         if not config.endpoint:
             _remove_socket(endpoint)
 

@@ -28,6 +28,7 @@ HEALTHY_S: Final = 60.0
 """An engine that lived this long after it was ready starts with the shortest back-off again."""
 MAX_FAILED_STARTS: Final = 5
 """Ends in a row without having been ready, after which the supervisor gives up."""
+_POLL_S: Final = 0.1
 RESTART_SIGNAL: Final = signal.SIGUSR1
 """Asks a server, or a supervisor, for a new engine. Not SIGHUP, which also comes when a terminal is closed, and then
 means the end."""
@@ -97,11 +98,18 @@ class Supervisor:
 
     def start_early(self) -> None:
         """Start the first child before there is a loop, so that it loads while this process does. `run` goes on with
-        it; who does not come to that has to `kill` it."""
+        it; who does not come to that has to `end_early`."""
         # Of a session of its own, so that a Ctrl-C on the terminal reaches the parent alone, which then stops both.
         self._early = self._process = _EarlyChild(
             subprocess.Popen(self._command, stdin=subprocess.DEVNULL, start_new_session=True, env=_child_environ())
         )
+
+    def end_early(self) -> None:
+        """Kill a child whose `run` was never begun, and wait until it is gone."""
+        if self._early is not None:
+            self._early.kill()
+            self._early.wait_blocking()
+            self._early = None
 
     async def run(self) -> None:
         """Keep a child running. Raises ChildFailed when it ends with EXIT_UNUSABLE before any was ready, or has failed
@@ -109,9 +117,10 @@ class Supervisor:
         num_failed = 0
         backoff_s = FIRST_BACKOFF_S
         while True:
-            self._was_ready = self._is_restart_asked = False
+            self._was_ready = False
             code = await self._run_once()
             if self._is_restart_asked:
+                self._is_restart_asked = False
                 num_failed = 0
                 logger.info(f"{self._name} ended to be started anew", extra=fields(exit=describe_exit(code)))
                 self.num_restarts += 1
@@ -204,7 +213,7 @@ class Supervisor:
         self._limit = asyncio.get_running_loop().call_later(self._stop_grace_s, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL at once, for a second signal from an impatient user, or a child whose `run` was never begun."""
+        """SIGKILL at once, for a second signal from an impatient user."""
         process = self._process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -219,6 +228,7 @@ class _EarlyChild:
         self.pid = popen.pid
         self.send_signal = popen.send_signal
         self.kill = popen.kill
+        self.wait_blocking = popen.wait
 
     @property
     def returncode(self) -> int | None:
@@ -227,7 +237,13 @@ class _EarlyChild:
     async def wait(self) -> int:
         if (code := self.returncode) is not None:
             return code
-        loop, is_over, pidfd = asyncio.get_running_loop(), asyncio.Event(), os.pidfd_open(self.pid)
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:  # a sandbox without them, or no more descriptors
+            while (code := self.returncode) is None:  # noqa: ASYNC110 (nothing would set an event)
+                await asyncio.sleep(_POLL_S)
+            return code
+        loop, is_over = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(pidfd, is_over.set)
         try:
             await is_over.wait()

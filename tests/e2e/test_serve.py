@@ -191,6 +191,22 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         running.process.wait()
 
 
+def test_a_server_that_is_asked_to_end_while_it_starts_ends_with_0_and_leaves_nothing(tmp_path: Path) -> None:
+    running = start(tmp_path)
+    try:
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
+        while not children.read_text():  # the engine is the first, before the front end is loaded
+            assert running.process.poll() is None
+            time.sleep(0.01)
+        engine_pid = int(children.read_text())
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0, running.log.read_text()
+        assert is_gone(engine_pid)
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
 def test_a_wrong_setting_ends_with_2_before_anything_starts(tmp_path: Path) -> None:
     running = start(tmp_path, "--port=99999")
     assert running.process.wait(30) == 2

@@ -49,6 +49,13 @@ def test_the_time_of_each_stage_is_logged_once_all_is_loaded(caplog: pytest.LogC
     }  # fmt: skip
 
 
+def test_a_models_name_in_a_stage_begins_no_field_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load(Stages([("downloading me/m=1\nlevel=error", 2.0)]))
+    (record,) = caplog.records
+    assert vars(record)["fields"] == {"total_s": 2.5, "starting_s": 0.5, "downloading_me_m_1_level_error_s": 2.0}
+
+
 def test_what_failed_was_not_loaded(caplog: pytest.LogCaptureFixture) -> None:
     woken: list[bool] = []
     error = ValueError("no")

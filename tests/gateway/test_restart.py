@@ -118,6 +118,23 @@ async def test_a_child_is_asked_to_make_room_and_started_anew_without_back_off(
         await asyncio.wait([running])
 
 
+async def test_what_is_asked_of_an_early_child_before_it_is_looked_after_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 60.0)
+    lives = tmp_path / "lives"
+    watched = Supervisor([sys.executable, "-c", MAKES_ROOM, str(lives)])
+    watched.start_early()
+    await eventually(lambda: lives.exists() and lives.read_text() == "began\n")
+    watched.restart()
+    running = asyncio.create_task(watched.run())
+    try:
+        await eventually(lambda: lives.read_text() == "began\nmade room\nbegan\n")
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
 async def test_a_containers_first_process_gives_it_a_new_engine_and_ends_with_0(tmp_path: Path) -> None:
     lives = tmp_path / "lives"
     running = asyncio.create_task(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -177,16 +178,33 @@ async def test_an_early_child_that_has_ended_before_the_loop_is_told_apart_by_it
     assert failed.value.exit_code == EXIT_UNUSABLE
 
 
-def test_an_early_child_whose_supervisor_never_ran_can_be_killed() -> None:
+def test_an_early_child_whose_supervisor_never_ran_can_be_ended() -> None:
     watched = Supervisor(SLEEPER)
     watched.start_early()
     pid = watched.pid
     assert pid is not None
-    watched.kill()
-    until_s = time.monotonic() + 5
-    while is_alive(pid) and watched.pid is not None:
-        assert time.monotonic() < until_s
+    watched.end_early()
     assert watched.pid is None and not is_alive(pid)
+
+
+async def test_an_early_child_is_looked_after_where_there_are_no_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, "not here")
+
+    watched = Supervisor(SLEEPER)
+    watched.start_early()
+    first = watched.pid
+    assert first is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", refuse)
+        task = asyncio.create_task(watched.run())
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: watched.pid is None)
+    await eventually(lambda: watched.pid not in (None, first))
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def test_exit_codes_in_words() -> None:

@@ -24,7 +24,8 @@ _KINDS: list[dict[str, Any]] = [
 _NUM_CHOICES = 2
 _NUM_TOKENS = 48
 NEAR_TIE = 1e-3
-"""No draw changes when each logit is moved by up to this; float32's rounding moves them by 1e-4 at most."""
+"""Each logit is moved by up to this in trials, in which no draw may change; float32's rounding moves it by 1e-4 at most.
+"""
 _NUM_TRIALS = 24
 _TILE = 1024
 
@@ -132,7 +133,7 @@ def _make() -> dict[str, Any]:
         cases.append({"name": greedy.name, "seed": seed, "settings": settings, "token_ids": answers, "texts": texts})
     return {
         "how": "python -m tests.support.make_sampled_oracle: transformers, float32, one token at a time; goes on past "
-        f"the end of sequence. No draw changes in {_NUM_TRIALS} trials that move each logit by up to {NEAR_TIE}.",
+        f"the end of sequence. No draw changed in {_NUM_TRIALS} trials that moved each logit by up to {NEAR_TIE}.",
         "versions": {"torch": torch.__version__, "numpy": np.__version__},
         "cases": cases,
     }
