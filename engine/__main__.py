@@ -39,7 +39,7 @@ from streamkv import config, log
 from streamkv.config import EngineConfig
 from streamkv.errors import ConfigError
 from streamkv.log import fields
-from streamkv.process import HAND_OVER_SIGNAL
+from streamkv.process import HAND_OVER_SIGNAL, end_signals
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +166,8 @@ def _end_on_signals(loop: EngineLoop) -> None:
             is_draining = True
             loop.drain()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    for number in end_signals():
+        signal.signal(number, on_signal)
     signal.signal(HAND_OVER_SIGNAL, lambda number, frame: loop.hand_over())
 
 

@@ -6,8 +6,8 @@
 
 Everything after `--with-engine` is handed to `python -m engine` as it stands. When the gateway's endpoint is empty,
 both get an ipc socket of their own, so that several servers run side by side. Ends with 0 only when asked to end:
-SIGTERM or SIGINT drains (readiness off, live streams go on for shutdown_grace_s), a second one ends now. SIGUSR1 gives
-a gateway that started an engine a new one, in which the live streams go on.
+SIGTERM, SIGINT or SIGHUP drains (readiness off, live streams go on for shutdown_grace_s), a second one ends now.
+SIGUSR1 gives a gateway that started an engine a new one, in which the live streams go on.
 """
 
 import os
@@ -24,15 +24,15 @@ from gateway.worker_flags import split_worker_flags
 from streamkv import log
 from streamkv.config import GatewayConfig, exit_with, load
 from streamkv.errors import ConfigError
-from streamkv.process import HAND_OVER_SIGNAL
-from streamkv.transport import default_endpoint, flight_record_path, load_curve_keys
+from streamkv.process import HAND_OVER_SIGNAL, end_signals
+from streamkv.transport import default_endpoint, flight_record_path, load_curve_keys, refuse_taken
 
 WITH_ENGINE: Final = "--with-engine"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run until asked to end. Returns the exit status; raises SystemExit(2) for a wrong setting."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # until there is more to end than this process
+    for number in end_signals():  # until there is more to end than this process
         signal.signal(number, lambda *_: sys.exit(0))
     flags = list(argv)
     engine_flags: list[str] | None = None
@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _own_engine(config: GatewayConfig, endpoint: str, engine_flags: Sequence[str]) -> Iterator[Supervisor]:
     """In its block the engine is there, or on its way; behind it nothing is left of it, whatever has happened."""
+    if config.endpoint:
+        refuse_taken(endpoint)  # or the gateway would talk to another's engine, and its own could never start
     watch = EngineWatch(
         endpoint,
         load_curve_keys(config.curve_secret_key_file, config.curve_server_key),

@@ -8,14 +8,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
-from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkMessage, LinkRefusal, Told
+from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkMessage, LinkRefusal, Started, Told
 from gateway.limits import Ledger
 from gateway.listener import reserve, url_of
 from gateway.shared_books import LedgerDesk
@@ -23,6 +22,7 @@ from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor
 from gateway.worker_flags import AS_WORKER
 from streamkv.config import GatewayConfig, to_argv
 from streamkv.log import fields
+from streamkv.process import end_signals
 from streamkv.transport import default_endpoint
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Crew:
     async def run(self) -> int:
         """Until asked to end, or until something cannot be mended. Returns the exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, self._on_signal)
         if self._engine is not None:
             loop.add_signal_handler(RESTART_SIGNAL, self._engine.restart)
@@ -129,7 +129,8 @@ class Crew:
             desk.take(message.what, message.body)
         elif isinstance(message, Joined):
             self._links[link] = message.worker
-            self._gateways[message.worker].note_ready()
+        elif isinstance(message, Started):
+            self._gateways[self._links[link]].note_ready()
         elif isinstance(message, Announced) and not self._has_announced:
             self._has_announced = True
             print(message.line, flush=True)

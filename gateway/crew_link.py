@@ -24,6 +24,10 @@ class Joined(msgspec.Struct, tag=1, array_like=True, frozen=True):
     worker: int
 
 
+class Started(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """Worker: what it needs of its own is there, so that its start has not failed."""
+
+
 class Announced(msgspec.Struct, tag=2, array_like=True, frozen=True):
     """Worker: all is there. For the terminal."""
 
@@ -56,7 +60,7 @@ class Answered(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """The question could not be answered; `body` is a text that says why."""
 
 
-LinkMessage = Joined | Announced | Told | Asked | Answered
+LinkMessage = Joined | Started | Announced | Told | Asked | Answered
 Answer = Callable[[str, bytes], Awaitable[bytes]]
 """(what, body) → the answer's body. What it raises goes back as a refusal."""
 

@@ -117,12 +117,12 @@ def parse_cursor(text: str, field: str) -> Cursor:
     """Raises InvalidField."""
     if len(text) > _MAX_CHARS:
         raise InvalidField(field, f"must have at most {_MAX_CHARS} characters")
-    name, dot, behind = text.strip().partition(".")
+    name, dot, _ = text.strip().partition(".")
     if dot and _STREAM_ID.fullmatch(name):
         raise InvalidField(
             field,
-            f"{text[:60]!r} is an event's id: a cursor is what stands behind its first dot, here {behind[:60]!r}; "
-            "a whole id goes into the header Last-Event-ID",
+            f"{text[:60]!r} is an event's id: if it is of this stream, the cursor is what stands behind its first dot; "
+            "over SSE the whole id may go into the header Last-Event-ID",
         )
     entries = text.split(",")
     last = entries[-1]

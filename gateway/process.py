@@ -5,7 +5,6 @@ import gc
 import ipaddress
 import logging
 import os
-import signal
 import sys
 from collections.abc import Coroutine
 from typing import Final
@@ -17,7 +16,7 @@ from gateway import keys
 from gateway.app import Server, allowance_of, make_app
 from gateway.auth import ApiKeys, load_api_keys
 from gateway.crew import FIGURES, Crew
-from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkRefusal, connect
+from gateway.crew_link import Announced, Joined, Link, LinkLost, LinkRefusal, Started, connect
 from gateway.engine_client import EngineState
 from gateway.routes.ops import own_figures
 from gateway.shared_books import LinkedBooks
@@ -28,6 +27,7 @@ from streamkv import log
 from streamkv.config import GatewayConfig
 from streamkv.errors import StreamKVError
 from streamkv.model_files import resolve
+from streamkv.process import EXIT_UNUSABLE, end_signals
 from streamkv.transport import load_curve_keys
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class _Process:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             loop.add_signal_handler(number, self._on_signal)
         if self._supervisor is not None:
             loop.add_signal_handler(RESTART_SIGNAL, self._supervisor.restart)
@@ -112,7 +112,7 @@ class _Process:
             logger.warning("anybody who can reach this port can use it: there are no API keys")
         supervising = asyncio.create_task(self._supervisor.run()) if self._supervisor is not None else None
         tokenizing = self._app[keys.TOKENIZER].start()
-        tokenizing.add_done_callback(lambda _: self._announce())
+        tokenizing.add_done_callback(self._on_tokenizer)
         try:
             return await self._until_end(supervising, tokenizing)
         finally:
@@ -123,6 +123,13 @@ class _Process:
                     await self._supervisor.end(supervising, self._asked_twice)
                 if linked is not None:
                     linked.cancel()
+
+    def _on_tokenizer(self, tokenizing: "asyncio.Task[Tokenizer]") -> None:
+        if tokenizing.cancelled() or tokenizing.exception() is not None:
+            return
+        if self._link is not None:
+            self._link.tell(Started())
+        self._announce()
 
     async def _until_end(self, supervising: "asyncio.Task[None] | None", tokenizing: "asyncio.Task[Tokenizer]") -> int:
         """Wait for the word to end, or for what cannot be mended. Returns the exit status."""
@@ -138,9 +145,12 @@ class _Process:
                     error = task.exception()
                     if error is not None:
                         print(f"streamkv: {error}", file=sys.stderr)
-                        if not isinstance(error, StreamKVError):
-                            logger.error("failed", exc_info=error)
-                        return error.exit_code if isinstance(error, ChildFailed) else EXIT_FAILED
+                        if isinstance(error, ChildFailed):
+                            return error.exit_code
+                        if isinstance(error, StreamKVError):
+                            return EXIT_UNUSABLE
+                        logger.error("failed", exc_info=error)
+                        return EXIT_FAILED
         finally:
             asked.cancel()
         twice = asyncio.create_task(self._asked_twice.wait())

@@ -21,6 +21,7 @@ from gateway.supervisor import RESTART_SIGNAL, ChildFailed, Supervisor, engine_c
 from streamkv import log
 from streamkv.config import EngineConfig, exit_with, load, to_argv
 from streamkv.errors import ConfigError
+from streamkv.process import end_signals
 from streamkv.transport import CurveKeys, default_endpoint, load_curve_keys
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ async def _run(supervisor: Supervisor) -> int:
         (at_once if asked.is_set() else asked).set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in end_signals():
         loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(RESTART_SIGNAL, supervisor.restart)
     loop.add_signal_handler(signal.SIGCHLD, lambda: _reap_orphans(supervisor.pid))

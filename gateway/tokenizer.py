@@ -16,7 +16,7 @@ import tokenizers
 
 from gateway.chat_template import AddedToken, ChatMessage, ChatTemplate
 from gateway.prompt_ids import INLINE_IDS, compact
-from streamkv.errors import InvalidField, ModelError
+from streamkv.errors import ConfigError, InvalidField, ModelError
 from streamkv.gguf_vocabulary import read_gguf_vocabulary
 from streamkv.model_files import ModelFiles
 
@@ -152,9 +152,14 @@ class Tokenizer:
     def load(cls, files: ModelFiles, chat_template_file: str = "") -> "Tokenizer":
         """From a model's folder or GGUF file; chat_template_file replaces the model's own template.
 
-        Takes 0.5 to 2 s: not for the event loop. Raises ModelError.
+        Takes 0.5 to 2 s: not for the event loop. Raises ModelError, or ConfigError for a file that cannot be read.
         """
-        template = _read_text(Path(chat_template_file).expanduser()) if chat_template_file else None
+        template = None
+        if chat_template_file:
+            try:
+                template = _read_text(Path(chat_template_file).expanduser())
+            except ModelError as error:
+                raise ConfigError("chat_template", str(error)) from error
         if files.kind == "gguf":
             found = read_gguf_vocabulary(files.tokenizer_path)
             return cls(

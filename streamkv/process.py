@@ -11,4 +11,10 @@ SIGTERM, SIGUSR1, SIGUSR2 and most of the fatal ones. It hands on the first thre
 """
 
 EXIT_UNUSABLE: Final = 2
-"""The engine's exit code for settings or a model that no restart can mend."""
+"""Exit code for settings or a model that no restart can mend."""
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask a process to end. A terminal that is closed sends SIGHUP, which `nohup` has ignored before."""
+    is_to_outlive = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT) if is_to_outlive else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -286,6 +286,12 @@ class EngineSocket:
             os.close(self._lock_fd)
 
 
+def refuse_taken(endpoint: str) -> None:
+    """Raises ConfigError if something lives on an ipc endpoint already."""
+    if endpoint.startswith("ipc://"):
+        os.close(_lock_ipc_path(endpoint.removeprefix("ipc://")))
+
+
 def _lock_ipc_path(path: str) -> int:
     """Take the lock beside the socket file, which its owner's death gives back. Returns the lock's descriptor.
 

@@ -1,6 +1,7 @@
 """The product as a user runs it: `streamkv serve` with the real model, its two processes, real sockets."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -191,7 +192,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         running.process.wait()
 
 
-def test_a_server_that_is_asked_to_end_while_it_starts_ends_with_0_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_server_that_is_asked_to_end_while_it_starts_ends_with_0_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     running = start(tmp_path)
     try:
         children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
@@ -199,12 +203,23 @@ def test_a_server_that_is_asked_to_end_while_it_starts_ends_with_0_and_leaves_no
             assert running.process.poll() is None
             time.sleep(0.01)
         engine_pid = int(children.read_text())
-        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(number)
         assert running.process.wait(20) == 0, running.log.read_text()
         assert is_gone(engine_pid)
     finally:
         running.process.kill()
         running.process.wait()
+
+
+def test_an_endpoint_that_another_engine_has_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Its gateway would announce the other's engine, and start its own in vain for ever."""
+    path = tmp_path / "engine.sock"
+    with Path(f"{path}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        running = start(tmp_path, f"--endpoint=ipc://{path}")
+        assert running.process.wait(30) == 2
+    told = running.log.read_text()
+    assert "endpoint: another engine runs on" in told and "Ready: " not in told
 
 
 def test_a_wrong_setting_ends_with_2_before_anything_starts(tmp_path: Path) -> None:

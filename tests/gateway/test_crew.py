@@ -164,6 +164,19 @@ async def test_a_taken_port_ends_with_an_error(tmp_path: Path) -> None:
             assert process.returncode is None
 
 
+async def test_what_no_gateway_can_start_with_ends_the_server(tmp_path: Path) -> None:
+    with free_endpoint() as endpoint:
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "gateway", f"--model={model_folder(tmp_path)}", "--port=0", "--gateway-workers=2"],
+            *[f"--endpoint={endpoint}", "--chat-template=/nowhere/a.jinja"],
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (
+        process.returncode == 2 and b"chat_template: /nowhere/a.jinja" in errors and b"refused its settings" in errors
+    )
+
+
 @contextlib.asynccontextmanager
 async def running_crew_without_engine(
     folder: Path, endpoint: str

@@ -212,7 +212,7 @@ def test_an_events_id_in_a_cursors_place_is_told_where_it_goes(cursor: str) -> N
         parse_cursor(text, "cursor")
     told = str(refused.value)
     assert told.startswith("cursor: ") and "is an event's id" in told and "Last-Event-ID" in told
-    assert f"behind its first dot, here {cursor[:60]!r}" in told
+    assert "behind its first dot" in told
 
 
 @given(st.text(max_size=40))

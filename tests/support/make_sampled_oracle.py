@@ -24,8 +24,7 @@ _KINDS: list[dict[str, Any]] = [
 _NUM_CHOICES = 2
 _NUM_TOKENS = 48
 NEAR_TIE = 1e-3
-"""Each logit is moved by up to this in trials, in which no draw may change; float32's rounding moves it by 1e-4 at most.
-"""
+"""Logits are moved by up to this in trials, in which no draw may change. Rounding moves them by 1e-4 at most."""
 _NUM_TRIALS = 24
 _TILE = 1024
 

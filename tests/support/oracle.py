@@ -43,7 +43,7 @@ SHORT = [case for case in CASES if len(case.prompt) < 150]
 
 @dataclass(frozen=True)
 class SampledCase:
-    """What a request with these settings gets. Moving the logits by far more than float32's rounding changed no draw."""
+    """What a request with these settings gets. Moving logits by far more than float32's rounding changed no draw."""
 
     name: str
     """Its prompt is that of the greedy case."""
