@@ -44,7 +44,7 @@ its own, have budgets of their own.
 
 ## Ending, and a new engine
 
-`SIGTERM` or `SIGINT` ends a server: `/ready` says 503, new work is refused, live streams go on for
+`SIGTERM`, `SIGINT` or `SIGHUP` ends a server: `/ready` says 503, new work is refused, live streams go on for
 `--shutdown-grace-s`; then the rest end with `abort`, and those that can be attached to break off, for their clients to
 take up elsewhere. A second signal ends it now. The exit status is 0 only for an end that was asked for.
 

@@ -196,7 +196,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_a_server_that_is_asked_to_end_while_it_starts_ends_with_0_and_leaves_nothing(
     tmp_path: Path, number: signal.Signals
 ) -> None:
+    # The tests themselves may run under nohup, which a server heeds.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     running = start(tmp_path)
+    signal.signal(signal.SIGHUP, before)
     try:
         children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children")
         while not children.read_text():  # the engine is the first, before the front end is loaded

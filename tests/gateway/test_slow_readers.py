@@ -107,9 +107,15 @@ async def check(
             assert (await normal).text() == text_of(NUM_STALLED, num_tokens), (
                 "a reader waited for those who do not read"
             )
+
+            async def nobody_runs() -> bool:
+                # What has become small enough in the kernel's buffers may let one go on for a moment.
+                return await all_stand_aside() and (await gateway.metrics())["num_running_requests"] == 0
+
+            await eventually_async(nobody_runs, 60)
             figures = await gateway.metrics()
             assert figures["gateway_slow_reader_pauses_total"] >= NUM_STALLED
-            assert figures["pauses_total"] >= NUM_STALLED and figures["num_running_requests"] == 0
+            assert figures["pauses_total"] >= NUM_STALLED
             # Nothing more comes, and what waits here is what the setting says and the steps that were on their way
             num_before, memory_before = gateway.app[keys.ENGINE].num_tokens, resident_bytes()
             for _ in range(5):
