@@ -57,7 +57,8 @@ class RunningEngine:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.executor = executor
-        self.loop = EngineLoop(config, executor)
+        self._has_loaded = threading.Event()
+        self.loop = EngineLoop(config, executor, on_loaded=self._has_loaded.set)
         self.endpoint = self.loop.endpoint
         self.exit_code: int | None = None
         """What `run` returned, once it has."""
@@ -72,6 +73,12 @@ class RunningEngine:
         """The kernel's id of the loop's thread."""
         assert self._thread.native_id is not None
         return self._thread.native_id
+
+    def wait_loaded(self, timeout_s: float = 10.0) -> None:
+        """Until it takes work or has ended, but no longer: what is sent before is refused."""
+        until_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < until_s and not self._has_loaded.wait(0.01):
+            pass
 
     def join(self, timeout_s: float = 10.0) -> int:
         """Wait for its end; returns the exit code."""
@@ -90,12 +97,18 @@ class RunningEngine:
 def serving(
     executor: Executor | None = None, endpoint: str = "", **settings: str | int | float | bool
 ) -> Iterator[RunningEngine]:
-    """A running engine over a scripted executor, or the one given. `settings` are those of EngineConfig."""
+    """A running engine over a scripted executor, or the one given. `settings` are those of EngineConfig.
+
+    It has loaded, unless its executor is made to take its time for that.
+    """
     with contextlib.ExitStack() as stack:
         values = {"endpoint": endpoint or stack.enter_context(free_endpoint()), **TEST_CONFIG, **settings}
         config = msgspec.convert(values, EngineConfig)
-        engine = RunningEngine(config, executor or ScriptedExecutor())
+        executor = executor or ScriptedExecutor()
+        engine = RunningEngine(config, executor)
         stack.callback(engine.stop)
+        if not (isinstance(executor, ScriptedExecutor) and executor.loads_slowly):
+            engine.wait_loaded()
         yield engine
 
 

@@ -133,6 +133,10 @@ class ScriptedExecutor:
 
     # engine.executor.Executor
 
+    @property
+    def loads_slowly(self) -> bool:
+        return self._load_s > 0
+
     def load(self, report: ReportProgress) -> tuple[ModelFacts, DeviceLimits]:
         for percent in (0.0, 50.0, 100.0):
             report("loading weights", percent)
