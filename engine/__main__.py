@@ -125,7 +125,7 @@ def make_executor(settings: EngineConfig) -> Executor:
     if settings.device == "cuda" and not has_gpu:
         raise ConfigError("device", "is cuda, but PyTorch finds no NVIDIA GPU (or is built without CUDA); cpu works")
     if settings.device == "cuda" or (settings.device == "auto" and has_gpu):
-        # CUDA needs a third of a second to begin, in which the rest can be imported.
+        # While CUDA begins the rest can be imported.
         threading.Thread(target=_begin_cuda, name="cuda", daemon=True).start()
         try:
             from engine.execution.gpu_runner import GpuRunner  # Triton, which an engine on a CPU need not have
